@@ -89,9 +89,8 @@ class Wire {
   // From now on, treat records for `group` as records for a group that this rank has left.
   virtual void forget(uint64_t /* group */) {}
 
-  // A transfer between two ranks' memory, several chunks at a time. For each finished chunk, Wire::next()
-  // returns a kData record with Moves::token and, as digest, the chunk's bytes. The engine then calls
-  // go_on().
+  // A transfer between two ranks' memory, several chunks at a time. After each chunk, Wire::next() returns a
+  // kData record with Moves::token and, as digest, the chunk's bytes. The engine then calls go_on().
   class Flow {
    public:
     virtual ~Flow() = default;  // afterwards this transfer accesses no memory

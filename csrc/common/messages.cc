@@ -6,8 +6,8 @@
 namespace fl {
 namespace {
 
-// kMostCredit: maximum number of a sender's bytes that a peer buffers before its program receives them.
-// kReadAtOnce: maximum bytes of one read from a sender's memory. kLeastPiece: minimum bytes of a chunk.
+// kMostCredit: maximum bytes of a sender that a peer buffers before its program receives them. kReadAtOnce:
+// maximum bytes of one read from a sender's memory. kLeastPiece: minimum bytes of a chunk.
 constexpr size_t kMostCredit = sized(1 << 20, 512);
 constexpr size_t kReadAtOnce = sized(4 << 20, 128), kLeastPiece = sized(8 << 10, 64);
 constexpr size_t kMostWanted = 16;

@@ -17,8 +17,7 @@ typedef PyObject *(*vectorcall)(PyObject *self, PyObject *const *args, size_t co
    native_sendrecv. GROUP: the group. ONLY_IN_PYTHON: native code does not take the argument. */
 enum { ONLY_IN_PYTHON, PAIR = 6, GROUP = 8, PLACES, MOST_PARAMETERS = 8 };
 
-/* A parameter. `place`: index of its argument. If ONLY_IN_PYTHON, native code only takes the value
-   `fallback`. */
+/* A parameter. `place`: index of its argument. If ONLY_IN_PYTHON, native code only allows `fallback`. */
 typedef struct {
   PyObject *name, *fallback;
   int place;

@@ -11,8 +11,7 @@
 
 #include "verbs.h"
 
-/* Copy the call's fl_match or fl_room, if any, into a new bytes object that can outlive the call. Else: None.
-   */
+/* Copy the call's fl_match or fl_room, if any, to new bytes that can outlive the call. Else return None. */
 static PyObject *kept_room(plain_call *call) {
   const size_t bytes = call->output == &call->room    ? sizeof call->room
                        : call->output == &call->match ? sizeof call->match

@@ -97,8 +97,7 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
   return op;
 }
 
-/* If this rank may return before other ranks have called, pass the call site now: they cannot ask for it
-   later. */
+/* Pass the call site now if this rank may return before others have called: they cannot ask for it later. */
 int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
                  recorded *entry) {
   static const fl_site not_known = {""};

@@ -189,8 +189,7 @@ static int hand_over(work_object *work) {
   return work->python != NULL;
 }
 
-/* Wait up to `seconds` for each operation. Return FL_PENDING if one still runs, else the first failure or
-   FL_OK. */
+/* Wait up to `seconds` for each operation. Return FL_PENDING if one still runs, else a failure or FL_OK. */
 static fl_status status_of(work_object *work, double seconds) {
   fl_status first_failure = FL_OK;
   for (int i = 0; i < ops_of(work); ++i) {

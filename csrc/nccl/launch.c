@@ -50,7 +50,7 @@ int fl_call(const fl_launcher *l, uintptr_t comm, int is_group, int count, const
     if (!is_failure(status)) status = result;
   }
   if (!is_group) return status;
-  /* Also after a failure, because NCCL counts nested groups. */
+  /* End the group also after a failure, because NCCL counts nested groups. */
   const int ended = ((group_fn)l->group_end)();
   return is_failure(status) ? status : ended;
 }

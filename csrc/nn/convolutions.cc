@@ -1,5 +1,3 @@
-// Convolutions for all instruction sets.
-
 #include <algorithm>
 #include <cstring>
 #include <memory>

@@ -1,4 +1,5 @@
-// Memory of NumPy arrays during computations of the engine: freed large blocks are reused.
+// Allocator for all NumPy arrays that a thread creates after keep_freed(). It reuses large blocks that were
+// freed.
 //
 // Otherwise each result would get new memory, which the kernel clears page by page. In small networks this
 // takes as long as the arithmetic. glibc keeps such blocks only with higher thresholds for the whole process.
@@ -27,7 +28,7 @@ constexpr size_t HUGE_FROM = 4 << 20;  // same limit as in NumPy, in bytes
 constexpr size_t PASSES = 8;           // passes after which an unused block is unmapped
 constexpr size_t MOST_MAPPED = 16384;  // a process may have 65,530 mappings (vm.max_map_count)
 
-// Header before an array's elements. `start`: begin of the block. `room`: its bytes; 0: NumPy allocated it.
+// Header before an array's elements. `start`, `room`: address and bytes of the block, or `room` 0: NumPy's.
 struct alignas(16) Header {
   size_t room, size;
   char* start;
@@ -98,7 +99,7 @@ void* allocate_either(size_t size, bool zeros) {
     *static_cast<Header*>(start) = {0, size, static_cast<char*>(start)};
     return static_cast<Header*>(start) + 1;
   }
-  // Vary the offset in the page: arrays at equal page offsets would share lines of the first-level cache.
+  // Vary the offset in the page: arrays at equal offsets would compete for lines of the first-level cache.
   char* array = block.start + LINE * (1 + turn++ % (PAGE / LINE));
   header_of(array) = {block.room, size, block.start};
   return zeros && !is_new ? std::memset(array, 0, size) : array;

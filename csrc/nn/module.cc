@@ -70,7 +70,7 @@ int64_t bytes_of(const char* word, const int64_t* sizes, int64_t item) {
   return item;
 }
 
-// Return the bytes of `array`. 0: it is a view, and its base array got other memory by a resize.
+// Return the bytes of `array`, or 0 if it is a view and its base array has other memory since a resize.
 int64_t bytes_in(PyArrayObject* array) {
   PyObject* base = PyArray_BASE(array);
   PyArrayObject* owner = reinterpret_cast<PyArrayObject*>(base);

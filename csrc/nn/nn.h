@@ -7,20 +7,22 @@
 
 namespace fl::nn {
 
-// A kernel reads its inputs and writes its results. `arrays`: results, followed by inputs; null: not passed.
-// Each kernel documents its `sizes` and `numbers`. All arrays are C-contiguous and do not overlap.
+// A kernel reads its inputs and writes its results. `arrays`: addresses of the results, then of the inputs;
+// null: an array that is not passed. Each kernel documents its `sizes` and `numbers`. All arrays are
+// C-contiguous and do not overlap.
 using Kernel = void(char* const* arrays, const int64_t* sizes, const double* numbers);
 
 struct Row {
   Kernel* kernel;    // first field: csrc/tape reads it at the row's address
   const char* name;  // "layer_norm:f": the function and NumPy's letter of the dtype
-  // One word per array. Digits (base 36) are indices of sizes, whose product is the number of elements; "/"
-  // divides by the next size. Elements have the row's dtype, but are int64 after "I", bytes after "B".
+  // For each array a word that tells its size. Each digit (base 36) is an index of `sizes`. The product of
+  // these sizes is the number of elements; sizes after "/" are divisors. Elements have the row's dtype, but
+  // are int64 after "I", bytes after "B".
   const char* arrays;
   bool needs_blas;
 };
 
-// The rows of a kernel for float and double. The template `kernel` has the arguments dtype, then `...`.
+// Two rows of a table: `kernel` for float and for double. Its template arguments are the dtype, then `...`.
 #define FL_BOTH(name, arrays, needs_blas, kernel, ...)                   \
   {FL_CHOSEN(kernel<float __VA_ARGS__>), name ":f", arrays, needs_blas}, \
       {FL_CHOSEN(kernel<double __VA_ARGS__>), name ":d", arrays, needs_blas}
@@ -41,7 +43,7 @@ struct Blas {
 };
 extern Blas blas;
 
-// c = alpha a @ b + beta c: m x n, row-major with row distance `_step`; a or b may be stored transposed.
+// c = alpha a @ b + beta c, m x n. Row-major, with row distance `_step`; a or b may be stored transposed.
 template <typename R>
 void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, R alpha, const R* a,
           int64_t a_step, const R* b, int64_t b_step, R beta, R* c, int64_t c_step) {

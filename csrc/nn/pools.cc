@@ -1,5 +1,3 @@
-// Pooling for all instruction sets.
-
 #include <algorithm>
 #include <cstring>
 #include <type_traits>

@@ -26,7 +26,8 @@ struct Windows {
   }
 };
 
-// The elements of a window that are inside [0, size). The window starts at `at`; `step`: element distance.
+// The range of a window's elements inside [0, size), along one axis. The window has `count` elements from
+// `at` on, `step` apart.
 struct Span {
   int64_t begin, end;
 

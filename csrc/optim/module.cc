@@ -76,7 +76,7 @@ PyObject* step(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return unsupported != nullptr ? unsupported.release() : new_reference(Py_None).release();
 }
 
-/* change((rule, numbers), piece, grad_scale): update (parameter, gradient, *states); False: not supported. */
+/* change((rule, numbers), piece, grad_scale): update (parameter, gradient, *states). False: not supported. */
 PyObject* change(PyObject*, PyObject* args) {
   PyObject *rule, *piece;
   double scale;

@@ -31,7 +31,7 @@ using Squares = double (*)(const void* grad, size_t size);
 
 struct Set {
   const char* name;
-  const Rule* rules;  // RULES
+  const Rule* rules;  // an array of RULES entries
   Squares float32, float64;
 };
 

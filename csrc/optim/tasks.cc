@@ -9,7 +9,7 @@ namespace {
 // The step of a parameter releases the GIL if the parameter has at least this number of bytes.
 constexpr size_t BYTES_WITHOUT_GIL = 1 << 16;
 
-// Exponent for std::pow, which rounds like Python's pow(). x * x differs for one of 1,200 numbers.
+// A square is std::pow(x, TWO), which has the bits of Python's pow(). x * x differs for one of 1,200 numbers.
 const volatile double TWO = 2;
 
 bool read_field(PyObject* python_object, Field* to) {
@@ -149,7 +149,7 @@ bool take_param(Owned param, Task* task) {
   task->piece.param = PyArray_DATA(array);
   task->piece.size = static_cast<size_t>(PyArray_SIZE(array));
   task->is_double = PyArray_TYPE(array) == NPY_DOUBLE;
-  for (void*& state : task->piece.states) state = task->piece.param;  // for states that the rule lacks
+  for (void*& state : task->piece.states) state = task->piece.param;  // valid, if the rule has fewer states
   task->kept[0] = std::move(param);
   return true;
 }

@@ -29,7 +29,7 @@ inline Owned new_reference(PyObject* object) {
   return Owned(object);
 }
 
-// A field of an update rule. `form` NUMBER: the number `a`. Else: an expression of FORMS in optim/cpu.py.
+// A field of an update rule: the number `a` if `form` is NUMBER, else an expression of FORMS in optim/cpu.py.
 enum Form { LR, SHRINK, RATE, ROOT, INVERSE, FORMS, NUMBER = FORMS };
 struct Field {
   Form form;

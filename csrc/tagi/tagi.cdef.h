@@ -5,16 +5,16 @@ typedef struct {
   size_t rows, steps, inputs, outputs;
 } fl_tagi_lstm;
 
-/* Compute all time steps of all samples; see flashlight_py/tagi/lstm.py. NULL biases: none. NULL
-   x_variance: exact inputs. NULL states: start from 0; otherwise `states`, `[4, outputs]` of one sample,
-   holds h and c with their variances and is updated. */
+/* Compute all time steps of all samples; see flashlight_py/tagi/lstm.py. bias NULL: no biases. x_variance
+   NULL: exact inputs. states NULL: start from 0. Otherwise states, `[4, outputs]` of one sample, contains h
+   and c with their variances, and is updated. */
 int fl_tagi_lstm_forward(const fl_tagi_lstm *lstm, const float *weight,
                           const float *weight_variance, const float *bias,
                           const float *bias_variance, const float *x, const float *x_variance,
                           float *h, float *h_variance, float *joined, float *slopes,
                           float *states);
 
-/* Backward through time: deltas of the gate inputs, and of x unless dx is NULL. */
+/* Backward pass through time: deltas dz, ez of the gates' inputs, and dx, ex of x unless dx is NULL. */
 int fl_tagi_lstm_backward(const fl_tagi_lstm *lstm, const float *weight, const float *slopes,
                            const float *d, const float *e, float *dz, float *ez, float *dx,
                            float *ex);
@@ -32,16 +32,16 @@ typedef struct {
   ptrdiff_t image_step, channel_step, row_step;
 } fl_tagi_windows;
 
-/* Copy windows to columns, `[channels * kernel^2, windows]`: means, variances, and mean^2 + variance as
-   moments. Without variances (NULL): means, and mean^2 unless moments is NULL. */
+/* Copy each window to a column of means, variances and moments (mean^2 + variance), each `[channels *
+   kernel^2, windows]`. Without variances (NULL), moments are mean^2; they are not written if NULL. */
 void fl_tagi_patches(const fl_tagi_windows *windows, const float *mean, const float *variance,
                      float *means, float *variances, float *moments);
 
-/* Add such columns to their positions in the images. */
+/* Add each column of `patches`, laid out as in fl_tagi_patches, to its window of the images. */
 void fl_tagi_add_patches(const fl_tagi_windows *windows, const float *patches, float *images);
 
-/* Sum of each window times `factor`, per channel: adjacent rows of out_width elements, with separate steps
-   between images and channels. */
+/* Write `factor` times the sum of each window, for each channel. Rows of `sums` have out_width adjacent
+   elements; image_step and channel_step are the steps of `sums`. */
 int fl_tagi_sum_windows(const fl_tagi_windows *windows, const float *images, float *sums,
                          ptrdiff_t image_step, ptrdiff_t channel_step, float factor);
 
@@ -49,8 +49,8 @@ int fl_tagi_sum_windows(const fl_tagi_windows *windows, const float *images, flo
 int fl_tagi_spread_windows(const fl_tagi_windows *windows, const float *deltas, float *images,
                             ptrdiff_t image_step, ptrdiff_t channel_step, float factor);
 
-/* Largest mean of each window, its variance (unless NULL), and its row-major position in the window; steps
-   as in fl_tagi_sum_windows, equal for all three outputs. */
+/* Write the largest mean of each window, its variance (unless NULL), and its row-major position in the
+   window. All three outputs have the same steps, given as in fl_tagi_sum_windows. */
 void fl_tagi_largest(const fl_tagi_windows *windows, const float *mean, const float *variance,
                      float *means, float *variances, int32_t *taken, ptrdiff_t image_step,
                      ptrdiff_t channel_step);
@@ -75,13 +75,13 @@ typedef struct {
   ptrdiff_t batch, features, positions, batch_step, feature_step;
 } fl_tagi_rows;
 
-/* Transformation of a row: t = (m - center) scale; means t weight + bias; variances t^2 weight_variance + v
-   gain + bias_variance. */
+/* Transformation of a row of means m and variances v: t = (m - center) * scale. New means are t * weight +
+   bias; new variances are t^2 * weight_variance + v * gain + bias_variance. */
 typedef struct {
   float center, scale, weight, bias, weight_variance, gain, bias_variance;
 } fl_tagi_affine;
 
-/* Write the sum of each row; or the sum of squared differences from the row's center. */
+/* Write the sum of each row (sums), or of the squared differences from the row's center (squares). */
 void fl_tagi_row_sums(const fl_tagi_rows *rows, const float *units, double *sums);
 void fl_tagi_row_squares(const fl_tagi_rows *rows, const float *units, const float *centers,
                          double *sums);
@@ -90,19 +90,20 @@ void fl_tagi_standardize(const fl_tagi_rows *rows, const float *mean, const floa
                          const fl_tagi_affine *affine, float *t_out, float *mean_out,
                          float *variance_out);
 
-/* Write four sums per row, `[4, batch, features]`: of t d, t^2 e, d and e. Unless d_out is NULL, write d f and
-   e f^2 to d_out and e_out. f is the row's `back`, multiplied by `slope` unless `slope` is NULL. */
+/* Write four sums per row, `[4, batch, features]`: of t d, t^2 e, d and e. Unless d_out is NULL, also write
+   the products d f to d_out and e f^2 to e_out. f: the row's `back`, times `slope` unless slope is NULL. */
 void fl_tagi_standardize_back(const fl_tagi_rows *rows, const float *t, const float *d,
                               const float *e, const float *slope, const float *back, double *sums,
                               float *d_out, float *e_out);
 
-/* Flat outputs of a network. Counts: outputs per sample, observed outputs, observed outputs per sample. */
+/* Flat outputs of a network. per_sample: outputs of a sample. observed: observed outputs of all samples.
+   observed_per_sample: observed outputs of a sample. */
 typedef struct {
   const float *mean, *variance, *slope; /* NULL: all variances are 0, all slopes 1 */
   size_t per_sample, observed, observed_per_sample;
 } fl_tagi_outputs;
 
-/* Compute the deltas of observed outputs; see flashlight_py/tagi/updater.py. NULL indices: every output.
-   errors_step 0: all outputs use the first error variance. */
+/* Compute the deltas of observed outputs; see flashlight_py/tagi/updater.py. indices NULL: all outputs are
+   observed. errors_step 0: all outputs have the first error variance. */
 void fl_tagi_observe(const fl_tagi_outputs *outputs, const int64_t *indices, const float *observed,
                      const float *errors, size_t errors_step, float *d, float *e);

@@ -61,8 +61,8 @@ bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
     if (*loop == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "unknown loop %s", name);
     return *loop != nullptr;
   }
-  // Loops of ufuncs, and NumPy's BLAS called by address, give NumPy's bits. A new kernel for small products
-  // was 0.9 to 2 times as fast as OpenBLAS, but gave other bits.
+  // NumPy's own loops give NumPy's bits, and so does its BLAS. A new kernel for small products was 0.9 to 2
+  // times as fast as OpenBLAS, but gave other bits.
   const PyUFuncObject* ufunc = reinterpret_cast<PyUFuncObject*>(function);
   for (int i = 0; i < ufunc->ntypes; ++i) {
     bool same = PyTuple_Size(types) == ufunc->nargs;
@@ -142,7 +142,7 @@ Kernel* find_kernel(PyObject* kernel_name) {
   return kernel;
 }
 
-// Read ("native", kernel, work, sizes, numbers, for each array whether it is passed, entries ...)
+// Read ("native", kernel, work, sizes, numbers, tuple of bools: which arrays are passed, table entries ...)
 std::unique_ptr<Instruction> read_native(PyObject* described) {
   const Owned fixed(PyTuple_GetSlice(described, 0, 6));
   auto instruction = std::make_unique<Native>();

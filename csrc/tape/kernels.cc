@@ -1,5 +1,5 @@
-// Loops and kernels that give NumPy's bits. NumPy has the elementwise loops only inside casts and functions.
-// Products use the BLAS that NumPy has loaded. Sums are those that NumPy computes without BLAS.
+// Loops and kernels that give NumPy's bits. NumPy has the elementwise loops only inside casts and functions,
+// not as ufuncs. Products use the BLAS that NumPy has loaded. Sums add in the order of NumPy's sums.
 
 #include <cmath>
 #include <cstring>
@@ -32,7 +32,7 @@ void cast_loop(char** args, const intptr_t* count, const intptr_t* steps, void*)
   }
 }
 
-// Replaces NumPy's loop, which takes ten times as long if the other operand is a single number.
+// Maximum or minimum of an array and a single number, for which NumPy's loop takes ten times as long.
 template <typename R, bool is_maximum>
 void limit_loop(char** args, const intptr_t* count, const intptr_t* steps, void*) {
   static const auto kernel = FL_CHOSEN(limit<R, is_maximum>);

@@ -12,9 +12,9 @@ namespace {
 
 // Number of elements of a strip. A few strips fit into the first-level cache.
 constexpr intptr_t STRIP = 2048;
-// Maximum number of elements of a vector. In a loop's last, partial vector, NumPy gives NaNs other bits.
+// Maximum number of elements of a vector. NumPy gives NaNs other bits in a loop's last, partial vector.
 constexpr intptr_t VECTOR = 64;
-// Maximum row length for which calling a loop takes longer than its elements.
+// Up to this row length in elements, the call of a loop takes longer than the loop.
 constexpr intptr_t SHORT = 128;
 
 // True if the rows of all operands are adjacent, so that one loop covers them.
@@ -25,7 +25,7 @@ bool is_flat(const Elementwise& op, intptr_t columns) {
   return true;
 }
 
-// Operations over rows; a strip has as many rows as fit.
+// A group of operations over rows, block by block. A block has as many rows as fit into a strip.
 class Rows final : public Instruction {
  public:
   Rows(std::vector<Elementwise> operations, intptr_t rows, intptr_t columns)
@@ -64,8 +64,9 @@ class Rows final : public Instruction {
     std::memcpy(to, &all, sizeof(R));
   }
 
-  // NumPy adds the sums of two halves, recursively. Elements that operations compute are summed strip by
-  // strip. The compiler determines which NaN a sum of two NaNs gives.
+  // Return the sum of elements [from, from + count) in NumPy's order: add the sums of two halves,
+  // recursively. Elements that the group computes are summed strip by strip. The compiler determines which
+  // NaN a sum of two NaNs gives.
   template <typename R>
   R sum_of(Table table, intptr_t from, intptr_t count) const {
     const size_t last_index = operations_.size() - 1;

@@ -10,7 +10,8 @@
 namespace fl::tape {
 namespace {
 
-// A program for Python, with the `signature` and `stamp` of its structure.
+// Python's Program. `signature`: State.signature at the capture. `stamp`: *structure at the last comparison
+// of the signature.
 struct ProgramObject {
   PyObject_HEAD
   Program* program;
@@ -18,8 +19,8 @@ struct ProgramObject {
   long long stamp;
 };
 
-// Base of the Python class Captured. `programs`: list with the last used first. Without a program that fits,
-// slow(args, kwargs) is called. After a program was left, left(args, kwargs) is called.
+// Base of the Python class Captured. A call replays the first of `programs` that fits, and moves it to the
+// front. If none fits, it calls slow(args, kwargs); if it is busy or left, left(args, kwargs).
 struct Step {
   PyObject_HEAD
   PyObject *slow, *left, *programs;
@@ -124,8 +125,8 @@ int clear_step(PyObject* self) {
   return 0;
 }
 
-/* use_variables(type, slots, structure): descriptors in the order of Slots::Name; address of an int64 that is
-   compared with the stamps of programs. */
+/* use_variables(type, slots, structure): store the type of variables, the descriptors of its slots in the
+   order of Slots::Name, and the address of an int64 that is compared with the stamps of programs. */
 PyObject* use_variables(PyObject*, PyObject* args) {
   PyObject *type, *descriptors;
   Py_ssize_t address;

@@ -159,7 +159,7 @@ bool Program::read_argument(PyObject* described) {
   return true;
 }
 
-// Read (-1, address), or (number, offset in the array). Numbers count the arguments, then the new arrays.
+// Read (-1, address), or (number, offset in an array). Numbers count the arguments, then the new arrays.
 bool Program::read_table(PyObject* described) {
   int argument;
   intptr_t address;
@@ -216,7 +216,8 @@ int Program::fits(PyObject* args, PyObject* kwargs) {
   return answer;
 }
 
-// Compare values before arrays, because comparing values may run Python code that changes arrays.
+// Return 1 if the arguments fit, else 0; -1: exception. Values are compared before arrays, because comparing
+// values may run Python code that changes arrays.
 int Program::take_arguments(PyObject* args, PyObject* kwargs) {
   for (const bool is_array : {false, true}) {
     for (size_t i = 0; i < arguments_.size(); ++i) {

@@ -80,7 +80,7 @@ bool read_all(PyObject* described, std::vector<Item>* to) {
   });
 }
 
-// The slots of variables. Their descriptors are called directly, because access by name takes some 30 ns.
+// Reads and writes attributes of variables through descriptors, because access by name takes some 30 ns.
 class Slots {
  public:
   enum Name { DATA, GRAD, NODE, HOOK, BUFFER, PLACEMENT, CHANGED, CALC_GRAD, COUNT };
@@ -160,7 +160,7 @@ class Program {
   PyObject* description() const { return description_.get(); }  // borrowed
 
  private:
-  struct ArgumentEntry {  // a table entry with an offset in an argument or a new array
+  struct ArgumentEntry {  // the table entry for memory at `offset` in an array
     size_t entry, argument;
     npy_intp offset;
   };
@@ -209,7 +209,7 @@ class Program {
   // Sorted address ranges that the step writes. If it writes to arguments, ranges that it reads are included.
   std::vector<Span> occupied_;
   Instructions instructions_;
-  std::vector<Binding> gradients_read_, bindings_;  // gradients that the step reads first, and gradients that it sets
+  std::vector<Binding> gradients_read_, bindings_;  // gradients: read before they are set; set by the step
   Result result_;
   std::vector<PyArrayObject*> new_forms_;  // examples of the new arrays
   std::vector<Owned> new_arrays_;

@@ -34,7 +34,7 @@ struct Elementwise {
   Loop loop;
   void* data;
   int operands;
-  bool sums;  // adds all elements of the first operand; last operation of its group
+  bool sums;  // a sum of the first operand; last operation of its group
   int at[MOST_OPERANDS];
   intptr_t steps[MOST_OPERANDS][MOST_DIMENSIONS];
   intptr_t itemsize[MOST_OPERANDS];  // 0: the operand is memory of one strip, reused by all strips
@@ -43,8 +43,8 @@ struct Elementwise {
   intptr_t ahead(int operand) const { return itemsize[operand] == 0 ? 0 : steps[operand][0]; }
 };
 
-// Operations over the same elements, strip by strip, so that intermediate results stay in cache. A group of
-// several operations may have at most two dimensions.
+// Return an instruction for operations over the same elements. It runs them strip by strip, so that
+// intermediate results stay in cache. A group of several operations may have at most two dimensions.
 std::unique_ptr<Instruction> group(std::vector<Elementwise> operations,
                                    const std::vector<intptr_t>& dimensions);
 

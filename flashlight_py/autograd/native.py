@@ -32,9 +32,9 @@ class Kernel:
     ) -> Any:
         """Return a new array, or a tuple of new arrays.
 
-        ``made`` is a list of the shape and dtype of each result. Each kernel defines ``sizes``,
-        ``numbers`` and the order of arrays. Arrays must be contiguous. Raises RuntimeError if an
-        array has fewer bytes than the kernel uses.
+        ``made`` is a list of the shape and dtype of each result. The meaning of ``sizes`` and
+        ``numbers`` and the order of ``arrays`` depend on the kernel. Arrays must be contiguous.
+        Raises RuntimeError if an array has fewer bytes than the kernel uses.
         """
         for array in arrays:
             if array is None or type(array) is np.ndarray:

@@ -111,7 +111,7 @@ _CONSTANT = {np.argmax, np.argmin, np.argsort, np.any, np.all, np.isclose, np.al
 
 
 def _call_ufunc(self: Variable, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-    """If this package has ``ufunc`` for variables, call that. Else call ``ufunc`` with arrays."""
+    """Call this package's function for ``ufunc`` if it exists. Else call ``ufunc`` with arrays."""
     if ufunc in _UFUNCS and method == "__call__" and not options:
         return _UFUNCS[ufunc](*inputs)
     if any(isinstance(output, Variable) for output in options.get("out", ())):
@@ -123,7 +123,7 @@ def _call_ufunc(self: Variable, ufunc: Any, method: str, *inputs: Any, **options
 
 
 def _call_function(self: Variable, function: Any, _: Any, args: Any, options: Any) -> Any:
-    """If this package has ``function`` for variables, call that. Else pass arrays to it."""
+    """Call this package's function for ``function`` if it exists. Else pass arrays to it."""
     call, most = _FUNCTIONS.get(function, (None, 0))
     if call and len(args) <= most and options.keys() <= signature(call).parameters.keys():
         return call(*args, **options)

@@ -36,7 +36,7 @@ active_precision = Precision()
 
 @contextmanager
 def casting(dtype: np.dtype[Any] | None, casts: Casts | None = None) -> Iterator[None]:
-    """Make functions of this thread cast inputs to ``dtype``. Reuse earlier ``casts``."""
+    """Cast inputs of functions on this thread to ``dtype``. Reuse earlier casts in ``casts``."""
     before = active_precision.dtype, active_precision.casts
     _set(dtype, {} if casts is None else casts)
     try:

@@ -123,7 +123,7 @@ def save(
     step = int(step)  # JSON accepts only Python's integers, not NumPy's
     members = group_or_world(group)
     states: dict[str, Any] = {}
-    numbers = np.empty(0, np.uint8)  # random states of this rank in the format safetensors
+    numbers = np.empty(0, np.uint8)  # random states of this rank, encoded as safetensors
     settings = {"step": step, "parts": sorted(parts), "rng": bool(rng)}
     with Attempt("save", members) as attempt:
         states = {name: part.state_dict() for name, part in parts.items()}

@@ -103,7 +103,7 @@ class Start:
 
 # Rendezvous ---------------------------------------------------------------------------------------
 
-_listeners: dict[str, socket.socket] = {}
+_listeners: dict[str, socket.socket] = {}  # by key of the attempt: listener for its ranks
 
 
 def listen_for_ranks(key: str, host: str, hosts: Collection[str] = ()) -> RendezvousAddress:

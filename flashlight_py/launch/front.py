@@ -70,7 +70,7 @@ def _run_copy(front: int, work: Callable[[], int]) -> None:
         adopt_orphans()
         for number in FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)  # work() sets handlers later
+                signal.signal(number, signal.SIG_DFL)  # until work() installs handlers
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         code = work()
     except BaseException:  # noqa: BLE001 - after any error, two processes must not continue as one

@@ -103,7 +103,7 @@ def main_can_be_imported(name: str) -> bool:
 
 
 def _preparation(name: str) -> dict[str, Any]:
-    from multiprocessing import spawn  # not needed in a rank, which only sends its result
+    from multiprocessing import spawn  # imported late, because a rank does not need it
 
     check_folder(name)
     try:

@@ -26,7 +26,7 @@ class RecordPipe:
         loop.watch(self._reading, self._read)
 
     def variable(self) -> str:
-        """Return the value of RECORDS: the descriptor, and the inode that identifies the pipe."""
+        """Return the value of the variable RECORDS: descriptor, and inode to identify the pipe."""
         return f"{self.descriptor}:{system.fstat(self.descriptor).st_ino}"
 
     def paths(self) -> Mapping[int, Path]:

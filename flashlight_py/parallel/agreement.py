@@ -148,7 +148,7 @@ def by_rank(entries: Sequence[object]) -> str:
 
 
 def reject_sharded(operation: str, params: Iterable[Variable], may_be_cut: bool = False) -> None:
-    """Raise ValueError if a parameter is sharded. If ``may_be_cut``, accept ``shard_linear``."""
+    """Raise ValueError if a parameter is sharded (by ``shard_linear``: unless ``may_be_cut``)."""
     for position, param in enumerate(params):
         if param.placement is not None and not (may_be_cut and param.placement.is_cut):
             description = (

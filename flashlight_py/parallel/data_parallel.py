@@ -282,10 +282,9 @@ def _is_finite(array: Array) -> bool:
 
 
 # The backward pass accumulates into shared memory, so gradients are not packed or copied. The flags
-# show which parameters no rank used: their gradients must become None. Flags are appended to the
-# last
-# bucket and summed with it, because a separate message would add a round trip to each step. A hook
-# gets no flags, because it need not compute a sum.
+# show which parameters no rank used: their gradients must become None. Flags are the end of the
+# last bucket and are summed with it, because a separate message would cost each step a round trip.
+# A hook gets no flags, because it need not compute a sum.
 def _bucketed(
     params: Sequence[Variable],
     scale: float | None,

@@ -64,7 +64,7 @@ def refuse_message(group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None
 def end_together(group: ProcessGroup) -> None:
     """Wait until all ranks have ended the pass, so that their next calls match again.
 
-    If another rank is in a different call, both calls raise ``MismatchError``, and this function
+    If another rank is in a different call, that call raises ``MismatchError``, and this function
     waits again. If the group has failed, it returns, and the next call on the group raises.
     """
     while True:

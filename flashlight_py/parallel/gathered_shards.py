@@ -81,8 +81,7 @@ def _flats(module: Module, group: ProcessGroup) -> Iterator[Flat]:
 class Flat(PassBucket):
     """The parameters of one module and dtype in one array of shape ``(ranks, row)``.
 
-    Rank r keeps row r as ``part``. ``arrays`` has all parameters after ``finish`` until
-    ``release``.
+    Rank r keeps row r as ``part``. ``arrays`` has all parameters after ``finish``, else None.
 
     Each flat has a different ``row``, so collectives for different modules have different shapes.
     If ranks call them together, they get an error instead of mixed data.

@@ -55,7 +55,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
     are not synchronised.
     """
 
-    averages = True  # whether the sum is a mean over the ranks
+    averages = True  # whether gradients are averaged over the ranks, not only summed
     ends_with_message = True  # whether ranks exchange a message after the last bucket
     is_shared = False  # whether ranks share the state of the optimizer
     not_joined = ""  # reason why ``join`` is not supported

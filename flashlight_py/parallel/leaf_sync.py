@@ -127,7 +127,7 @@ class LeafSync(GradientPass[PassBucket]):
         self._steps = 0
         self._is_open = False
         self._leaf = -1  # current leaf; -1 outside of leaves
-        self._is_done = False  # whether the gradient of the leaf is complete
+        self._is_done = False  # whether the leaf's backward pass has completed
         self._error = ""  # error message of this step, or ""
         self._failure: BaseException | None = None  # exception of the current leaf's pass
         self.register_hooks()
@@ -152,7 +152,7 @@ class LeafSync(GradientPass[PassBucket]):
         return lengths[0]
 
     def leaves_of_step(self, batch: int, arrays: Sequence[Array]) -> Iterator[Any]:
-        """Yield this rank's leaves of a batch with ``batch`` rows. Finally reduce gradients."""
+        """Yield this rank's leaves of a batch of ``batch`` rows. Then reduce the gradients."""
         self._open(batch, arrays)
         try:
             for leaf in self._own_leaves:
@@ -351,7 +351,7 @@ class LeafBuffers(HoldsState):
                 self._before[name][...] = value  # replays of a captured step use this array
             else:
                 self._before[name] = np.array(value)
-        self._first: dict[str, Array] = {}  # the other buffers after leaf 0; only on rank 0
+        self._first: dict[str, Array] = {}  # non-averaged buffers after leaf 0, on rank 0
 
     def restore(self) -> None:
         self._set(self._before)

@@ -35,7 +35,7 @@ from flashlight_py.errors import OutOfMemoryError, TornStateError, UnavailableEv
 from flashlight_py.parallel.agreement import gather_json
 from flashlight_py.parallel.gradient_pass import PassBucket
 
-LINE = 64  # bytes of a cache line; parts of ranks begin at multiples
+LINE = 64  # bytes of a cache line; each rank's part begins at a multiple
 
 
 class HostBucket(PassBucket):

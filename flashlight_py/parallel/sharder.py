@@ -108,7 +108,7 @@ class HostPlacement(Placement, GradSink):
         """Return this rank's gradient that was not sent yet, or None if there is none."""
         if leaf.grad is self.total:
             return self.unsent
-        self.unsent = None  # obsolete since zero_grad()
+        self.unsent = None  # zero_grad() has made it obsolete
         return leaf.grad
 
     def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:

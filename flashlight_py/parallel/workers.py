@@ -156,7 +156,7 @@ class WorkerShare:
     def _answer(
         self, module: bytes | None, kept: list[int], method: str, places: Any, *arguments: Any
     ) -> Answer:
-        """Call ``method``, and return its answer with the layouts of arrays in shared memory.
+        """Call ``method``, and return its answer with a layout in place of each array.
 
         Gradients of parameters are None, because the parent has mapped their memory. ``module`` is
         a pickle, or None if it has not changed. ``places`` is None if this worker has no rows.
@@ -321,7 +321,8 @@ class Team:
     def ask(
         self, shares: Iterable[Sequence[Array]], module: bytes | None, method: str, *arguments: Any
     ) -> list[Any]:
-        """Send each worker its share, or no share if there are too few. Return a list for ``fill``.
+        """Send each worker one of ``shares``, or None if there are too few. Return a list for
+        ``fill``.
 
         Raises RuntimeError if the workers have ended, or this process was forked from their parent.
         """
@@ -513,7 +514,7 @@ class DataParallel(Module):
         return f"{WHAT}({self.module!r}, nprocs={self.nprocs})"
 
     def _visit(self, prefix: str, seen: set[int], modules: Any, seen_params: Any) -> Any:
-        """Append this module. Visit the inner module, whose names get no further prefix."""
+        """Append this module, and visit the inner module without adding a prefix to its names."""
         modules.append((prefix, self))
         return self.module._visit(prefix, seen, modules, seen_params)
 

@@ -3,8 +3,8 @@
 A ``Recorded`` computes like the NumPy array that it represents, and adds a note of each operation
 to the recording of the thread. It is not an ndarray. Its elements can only be read by NumPy's
 protocols and its own methods, and a read ends the recording. ``__class__`` is ndarray, so that
-``isinstance(x, numpy.ndarray)`` is True. Array methods that NumPy implements in Python call NumPy's
-functions.
+``isinstance(x, numpy.ndarray)`` is True. Methods that NumPy implements in Python, such as ``sum``,
+record the ufunc that they call.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from flashlight_py.tape.state import ITEMS, EveryCall, State, format_path, plain
 
 _MOST_GRAPHS = 8  # maximum number of graphs; each keeps the memory of a step
 _MOST_FORMS = 64  # maximum number of argument forms in Graphs._warm
-_LEAST_CAPTURES = 16  # beyond it, a step with more captures than replays stays eager
+_LEAST_CAPTURES = 16  # beyond this number, a step with more captures than replays stays eager
 _EAGER, _CAPTURE, _NEVER = 0, -1, -2  # votes of a rank; a vote above 0 is the number of a graph
 
 

@@ -25,7 +25,7 @@ class Piece:
     """A range of memory: an ``array`` that the step created, an argument, or other memory.
 
     In a replay, the piece starts at address ``at`` in the array ``home``. But arguments, and
-    results that each replay allocates, have a new address in each call. For them, ``argument`` is a
+    results that each replay allocates, have a new address in each call. ``argument`` is their
     number, and ``at`` is an offset in bytes from the first element. If a Python function uses an
     argument, ``home`` is memory for a copy of it.
     """
@@ -119,10 +119,10 @@ def may_raise(note: Note) -> bool:
 def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
     """Move conditions before changes. Return notes, and whether a replay may stop at a condition.
 
-    A replay stops if a condition fails, for example for an invalid label. It has changed nothing,
-    and the step runs eagerly. A check by ``structure.require_all`` may need values that the step
-    changes, such as drawn indices. Then the check keeps its place, and raises its error in replays.
-    Other conditions that need changed values raise CannotCapture.
+    A replay stops if a condition fails, for example for an invalid label. Until then it has changed
+    nothing, so the step can run eagerly. A check by ``structure.require_all`` may need values that
+    the step changes, such as drawn indices. Then the check keeps its place, and raises its error in
+    replays. Other conditions that need changed values raise CannotCapture.
     """
     notes = memory.recording.notes
     end = max((at for at, note in enumerate(notes, 1) if note.required is not None), default=0)

@@ -1,4 +1,4 @@
-"""Matrix products of CuPy arrays during the capture of a CUDA graph, when CuPy's products fail.
+"""Matrix products of CuPy arrays while a CUDA graph is captured. CuPy's own products fail then.
 
 This module calls cuBLAS with the operands, types and algorithm that CuPy uses. A captured product
 therefore has the same bits as an eager product.

@@ -76,7 +76,8 @@ class Note:
 class Watcher:
     """A recorder of a step, which also notes reads and writes of gradients of ``variables``."""
 
-    # A process records one step at a time, because stand-ins replace arrays of the state meanwhile.
+    # A process records one step at a time: meanwhile, stand-ins replace arrays of the state, which
+    # another recording would use.
     only = threading.Lock()
 
     def __init__(self, variables: Iterable[Variable]) -> None:

@@ -165,8 +165,7 @@ class State:
                 self._note_value(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _note_loaded(self) -> bool:
-        """Add the attributes whose names occur in functions. Return whether values remain to
-        visit."""
+        """Add attributes whose names occur in functions. Return whether values remain to visit."""
         attributes, methods = self._loads.values()
         for one, path in self._objects:  # the loop appends to the list
             members, items = getattr(one, "__dict__", None), parts(one)

@@ -97,5 +97,5 @@ def rendezvous() -> Iterator[tuple[Any, int, int]]:
         address_and_port = address, own_store.port
     host, port = broadcast_object(address_and_port)
     store = own_store or dist.TCPStore(host, port, is_master=False, **store_options)
-    world.group.barrier()  # rank 0 may exit soon, which ends its store
+    world.group.barrier()  # all ranks connect before rank 0, which hosts the store, can exit
     yield store, rank, size

@@ -513,7 +513,7 @@ class FlashlightGroup(dist.ProcessGroup):
         return self if device.type == "cpu" else self._backend_of(device)
 
     def _backend_of(self, device: torch.device) -> Any:
-        """Return torch's backend for another device, or None. NCCL starts at its first tensor.
+        """Return torch's backend for ``device`` (not the CPU), or None. Created at the first call.
 
         A Python process group replaces torch's group, so it has to create these backends itself.
         """

@@ -21,7 +21,7 @@ from flashlight_py.erf import MIDDLE, NEAR, SPLIT, quotient
 def _function(
     x: Input, value: Callable[..., Array], vjp: Callable[..., Array], native: str = ""
 ) -> Variable:
-    """Return ``value(xp, x)`` with vjp ``vjp``, or the result of kernel ``native`` if it exists."""
+    """Return ``value(xp, x)`` with vjp ``vjp``. If kernel ``native`` exists, return its result."""
     x = as_variable(x)
     result = record_mapped(native, x) if native else None
     if result is not None:

@@ -172,7 +172,7 @@ class _Attention:
     # Array operations, one sample at a time -------------------------------------------------------
 
     def _weights(self, sample: int) -> tuple[Array, Array | float]:
-        """Return weights [heads, queries, keys] of ``sample``, and the factors of dropout."""
+        """Return weights [heads, queries, keys] of ``sample``, and their dropout factors."""
         q, k = self.arrays[0][sample], self.arrays[1][sample]
         xp = array_module(q)
         _, heads, queries, keys = self.shape

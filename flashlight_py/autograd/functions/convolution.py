@@ -25,7 +25,7 @@ _Two: TypeAlias = tuple[int, int]
 
 
 class _Windows(NamedTuple):
-    """The sizes of a convolution or pooling. Pairs are (down, across). Channels are last."""
+    """Sizes of a convolution or pooling. Pairs are (down, across). Shapes have channels last."""
 
     inputs: tuple[int, int, int, int]
     outputs: tuple[int, int, int, int]
@@ -44,20 +44,20 @@ class _Windows(NamedTuple):
             yield position, (slice(None), slice(*ranges[0]), slice(*ranges[1]))
 
     def padded(self, like: Array, value: float) -> tuple[Array, Array]:
-        """Return new padded images, all pixels ``value``, and a view of them without padding."""
+        """Return new padded images filled with ``value``, and a view of them without padding."""
         (batch, height, width, channels), (down, across) = self.inputs, self.pad
         shape = batch, height + 2 * down, width + 2 * across, channels
         image: Array = array_module(like).full(shape, value, like.dtype)
         return image, image[:, down : down + height, across : across + width]
 
     def taken(self, images: Array, beyond: float = 0) -> Iterator[tuple[_Two, Array]]:
-        """Yield each position in a window, and its pixel of every window. Pad with ``beyond``."""
+        """Yield each position in a window, and its pixels in all windows. Pad with ``beyond``."""
         padded, inside = self.padded(images, beyond)
         inside[...] = images
         return ((position, padded[part]) for position, part in self.places())
 
     def sum_parts(self, parts: Iterable[Array], like: Array) -> Array:
-        """Return images that are the sum of ``parts``: one part for each position of ``places``."""
+        """Return the sum of ``parts`` as images. ``parts`` has one part for each of ``places``."""
         padded, inside = self.padded(like, 0)
         for (_, index), part in zip(self.places(), parts, strict=True):
             view = padded[index]

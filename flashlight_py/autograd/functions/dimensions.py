@@ -53,7 +53,7 @@ def flat(x: Input) -> Variable:
 
 
 def squeeze(x: Input, axis: Axis = None) -> Variable:
-    """Return a view without dimensions ``axis``, which have size 1. Default: all of size 1."""
+    """Return a view without dimensions ``axis``, which must have size 1. Default: all of size 1."""
     x = as_variable(x)
     return reshape(x, x.data.squeeze(None if axis is None else _axes(axis, x.ndim)).shape)
 
@@ -524,7 +524,7 @@ def einsum(subscripts: str, *operands: Input) -> Variable:
         used.append("".join(letters))
 
     def vjp(position: int, grad: Array) -> Any:
-        """The gradient of an operand is the same sum with ``grad`` in place of the operand."""
+        """Return an operand's gradient: the same sum with ``grad`` in place of the operand."""
         xp, operands, others = array_module(grad), list(arrays), list(used)
         operands[position], others[position] = widened(grad), result
         term, letters = used[position], "".join(dict.fromkeys(used[position]))
@@ -550,7 +550,7 @@ def einsum(subscripts: str, *operands: Input) -> Variable:
 def _read_subscripts(
     subscripts: str, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[list[str], str, dict[str, int]]:
-    """Return the operands' terms, the result's term (no ellipsis), and the size of each letter."""
+    """Return the terms of operands and result, with letters for ``...``, and the letters' sizes."""
     before, arrow, result = subscripts.replace(" ", "").partition("->")
     terms = before.split(",")
     wrong = f"einsum: {subscripts!r} does not fit operands of shapes {list(shapes)}: "

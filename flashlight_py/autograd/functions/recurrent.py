@@ -26,7 +26,7 @@ def recurrent(
 ) -> tuple[Variable, ...]:  # fmt: skip
     """Return the hidden states of one layer in one direction, and the state after the last step.
 
-    With ``u = weight_ih @ x + bias_ih`` and ``v = weight_hh @ h + bias_hh``, split into gates:
+    ``u = weight_ih @ x + bias_ih`` and ``v = weight_hh @ h + bias_hh`` are split into gates:
 
     - ``"tanh"``: ``h = tanh(u + v)``
     - ``"gru"``: ``r, z = sigmoid(u + v)``, ``n = tanh(u + r * v)``, ``h = (1 - z) * n + z * h``
