@@ -387,7 +387,7 @@ def recent_records() -> list[Record]:
 
 
 def groups() -> dict[str, dict[str, Any]]:
-    """Return ranks in the world, transport and number of calls of each group, by its name."""
+    """Return for the name of each group its ranks in the world, transport and number of calls."""
     return {
         group.name: {"ranks": list(group.ranks), "path": group.path, "calls": group.count[0]}
         for group in _live_journals()

@@ -128,7 +128,7 @@ class Agreement:
         self._is_ahead = True
 
     def last(self) -> str:
-        """Return as a sentence the newest call that all ranks have joined, and its age."""
+        """Return a sentence with the newest call that all ranks have joined, and its age."""
         return f"All ranks joined {self._last}, {system.monotonic() - self._last_at:.1f} s ago"
 
     def exchange(self, key: str, load: Load, seconds: float | None) -> RankMessage:

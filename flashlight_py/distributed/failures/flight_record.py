@@ -2,7 +2,7 @@
 
 A rank writes its file after a failed call, at SIGUSR1, and after another rank has written a file. A
 separate thread writes it, because the main thread may hang in a library. At SIGUSR1, faulthandler
-writes the stacks to a pipe, and this thread adds the calls. If the program already handles SIGUSR1,
+writes the stacks to a pipe, and the thread adds the calls. If the program already handles SIGUSR1,
 the signal writes no record.
 """
 

@@ -63,8 +63,8 @@ def _user_choice() -> str:
 def limit_each(threads: int, override_user: bool = False) -> list[tuple[Any, int]]:
     """Limit each OpenBLAS to ``threads`` threads, unless the user has chosen a number.
 
-    The user has chosen one if an environment variable is set or the current number is not the
-    default. ``override_user`` ignores this. Returns the argument of ``restore``: pairs of the
+    The user has chosen a number if an environment variable is set or the current number is not
+    the default. ``override_user`` ignores this. Returns the argument of ``restore``: pairs of the
     function that sets the number, and the old number.
     """
     limited = []
