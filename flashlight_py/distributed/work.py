@@ -238,6 +238,6 @@ class AllOf(Work[list[Any]]):
         return ended == len(self._works)
 
     def end_time(self) -> float | None:
-        """Return the latest end time of the operations, or None if one of them is unknown."""
+        """Return the latest end time of the operations, or None if an end time is unknown."""
         times = [time for work in self._works if (time := work.end_time()) is not None]
         return max(times) if times and len(times) == len(self._works) else None

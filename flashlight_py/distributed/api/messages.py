@@ -33,9 +33,9 @@ X = TypeVar("X")
 def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
     """Send array ``x`` of any shape and dtype to rank ``dst``. Blocks until ``x`` may be changed.
 
-    The call returns when ``dst`` has received ``x``. If all ranks of the world are on one host, it
-    copies an array of at most 16 KB and returns without waiting for ``dst``. To wait even then, set
-    the environment variable ``FLASHLIGHT_CHECKS=sync``.
+    The call returns when ``dst`` has received ``x``. If all ranks of the world are on one host, the
+    call copies an array of at most 16 KB and returns without waiting for ``dst``. To wait even
+    then, set the environment variable ``FLASHLIGHT_CHECKS=sync``.
 
     Args:
         x: Array to send.

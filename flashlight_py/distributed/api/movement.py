@@ -376,7 +376,7 @@ def _concatenate_parts(xs: Any, size: int, counts: list[int] | None = None) -> A
         return as_packed(array).reshape(size, array.shape[0] // size, *array.shape[1:])
     if len(xs) != size:
         raise ValueError(f"scatter: xs must have {size} arrays, one for each rank, got {len(xs)}")
-    first, free = arrays[0], counts is not None  # for ``free``, True: first dimensions may differ
+    first, free = arrays[0], counts is not None  # ``free``: first dimensions may differ
     for rank, array in enumerate(arrays):
         is_alike = array.ndim >= free and array.shape[free:] == first.shape[free:]
         if not is_alike or array.dtype != first.dtype:

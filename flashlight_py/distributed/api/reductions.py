@@ -350,7 +350,7 @@ setattr(all_reduce_multiple, "finish", _unpacked_later)  # noqa: B010  (native c
 
 
 def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[X]:
-    """Copy results to the arrays. Each entry of ``packs`` is a buffer and the arrays in it."""
+    """Copy results to the arrays. Each entry of ``packs`` is a buffer, followed by its arrays."""
     for flat, *arrays in packs:
         parts = split_rows(flat, [array.size for array in arrays])
         for array, part in zip(arrays, parts, strict=True):

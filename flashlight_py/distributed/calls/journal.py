@@ -35,7 +35,7 @@ GATHER_OBJECT = Verb("gather_object", codes.GATHER_OBJECT, ("root",), "root's re
 SCATTER_OBJECT = Verb("scatter_object", codes.SCATTER_OBJECT, ("root",), "result")
 OBJECTS = (BROADCAST_OBJECT, ALL_GATHER_OBJECT, GATHER_OBJECT, SCATTER_OBJECT)
 NATIVE = {verb.code: verb for verb in (*VERBS, SENDRECV, *OBJECTS)}
-"""Verbs of native code by code."""
+"""Verbs that native code runs, by their number ``code``."""
 
 # Layout of the ring in csrc/fast/ring.h.
 _HEADER_BYTES = 64
@@ -130,7 +130,7 @@ class Record:
 def name_of_group(ranks: Sequence[int]) -> str:
     """Return a name for a new group of ``ranks`` of the world, equal on all its members.
 
-    If several groups have the same ranks, their members number them by order of creation.
+    If several groups have the same ranks, the name contains their number, by order of creation.
     """
     key = tuple(ranks)
     _made[key] += 1
@@ -387,7 +387,7 @@ def recent_records() -> list[Record]:
 
 
 def groups() -> dict[str, dict[str, Any]]:
-    """Return ranks in the world, transport and number of calls of each group, by its name."""
+    """Return for the name of each group its ranks in the world, transport and number of calls."""
     return {
         group.name: {"ranks": list(group.ranks), "path": group.path, "calls": group.count[0]}
         for group in _live_journals()

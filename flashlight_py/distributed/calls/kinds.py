@@ -97,8 +97,8 @@ def _by_dlpack(value: Any) -> Array:
     return np.from_dlpack(value)
 
 
-# CuPy must not see the stream: depending on an environment variable, CuPy would block the thread,
-# or would not wait.
+# Hide the stream of ``value`` from CuPy. Depending on an environment variable, CuPy would otherwise
+# block this thread, or would not wait.
 def _by_cuda(value: Any) -> Array:
     """Return a CuPy array of the same memory. CuPy's stream waits for the stream of ``value``."""
     import cupy

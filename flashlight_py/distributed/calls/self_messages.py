@@ -18,7 +18,7 @@ class SelfMessages:
         self._receives: defaultdict[int, deque[_Receive]] = defaultdict(deque)
 
     def send(self, array: Array, tag: int) -> Work:
-        """Fill the oldest receive with this tag. If none waits, keep a copy of ``array``."""
+        """Fill the oldest receive with this tag. If no receive waits, keep a copy of ``array``."""
         if self._receives[tag]:
             self._receives[tag].popleft().fill(array)
         else:

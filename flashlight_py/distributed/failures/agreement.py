@@ -128,13 +128,13 @@ class Agreement:
         self._is_ahead = True
 
     def last(self) -> str:
-        """Return as a sentence the newest call that all ranks have joined, and its age."""
+        """Return a sentence with the newest call that all ranks have joined, and its age."""
         return f"All ranks joined {self._last}, {system.monotonic() - self._last_at:.1f} s ago"
 
     def exchange(self, key: str, load: Load, seconds: float | None) -> RankMessage:
         """Return the combined loads of all ranks, with a zero digest if ranks differ in ``key``."""
         limit = self.timeout if seconds is None else seconds
-        # After ``runs_ahead``, a rank of this host may still wait for ``between_hosts(limit, 3)``.
+        # After ``runs_ahead``, a rank of this host may be ``between_hosts(limit, 3)`` seconds late.
         ahead = seconds is None and self._is_ahead
         seconds, self._is_ahead = between_hosts(limit, 4) if ahead else limit, False
         # Rank 0 of the host first waits for the other hosts, so its answer may take longer.

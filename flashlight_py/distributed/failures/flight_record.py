@@ -2,7 +2,7 @@
 
 A rank writes its file after a failed call, at SIGUSR1, and after another rank has written a file. A
 separate thread writes it, because the main thread may hang in a library. At SIGUSR1, faulthandler
-writes the stacks to a pipe, and this thread adds the calls. If the program already handles SIGUSR1,
+writes the stacks to a pipe, and the thread adds the calls. If the program already handles SIGUSR1,
 the signal writes no record.
 """
 
@@ -253,8 +253,7 @@ class OtherRecords:
         """Return path, inode and time of other ranks' records that are new since the last call."""
         try:
             changed = self._changed[1], os.stat(self._flight.folder).st_mtime_ns
-            # Two changes may have the same time. So read the folder once more after its time has
-            # changed.
+            # Two changes may have the same time. So read the folder again after its time changed.
             if self._changed == changed == changed[::-1]:
                 return set()
             records = set()
@@ -277,7 +276,7 @@ _LOOK_SECONDS = 0.5
 # Size of the pipe in bytes: more than the stacks of a hundred threads.
 _PIPE_BYTES = 1 << 20
 # Maximum seconds to wait while another thread writes a record. A signal handler may have
-# interrupted that thread, and may wait for this thread. So this thread then writes, too.
+# interrupted that thread, and may wait for this thread. After this time, this thread writes, too.
 _LOCK_SECONDS = 1.0
 # If the pipe has no new data for this number of seconds, the stacks are complete.
 _WRITING_SECONDS = 0.05

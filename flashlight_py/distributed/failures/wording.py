@@ -28,7 +28,7 @@ HOST_ADVICE = (
 
 
 def process_list(ranks: Sequence[int], processes: Sequence[str]) -> str:
-    """Return a clause such as ", which is process 12 on host a", or "" if nothing is known."""
+    """Return a clause such as ", which is process 12 on host a", or "" if no process is known."""
     texts = [processes[rank] for rank in ranks if rank < len(processes)]
     listed, more = ", ".join(texts[:MOST_RANKS]), len(texts) - MOST_RANKS
     listed += f" and {more} more" if more > 0 else ""

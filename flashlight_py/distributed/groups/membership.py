@@ -186,8 +186,8 @@ class Membership:
 
         Collective among the members; blocks. If this process is no member, pass None as ``store``:
         nothing is sent. ``timeout`` is in seconds; None: as in this group. ``count`` is the number
-        that the first member took from ``subgroup_numbers``. If it is None, the members exchange
-        it.
+        that the first member took from ``subgroup_numbers``. If ``count`` is None, the members
+        receive it from the first member.
         """
         ranks, joiner = [self.ranks[member] for member in members], self._joiner
         if store is None:
@@ -208,8 +208,7 @@ class Membership:
         child = type(self)(backend, ranks, joiner)
         self._children[weakref.ref(child, self._children.pop)] = None
         try:
-            # A member may close the group while other members are still connecting. So wait for
-            # all.
+            # A member may close the group while other members connect. So wait for all members.
             if store.subgroup is None or not store.subgroup.is_flat:
                 store.exchange(b"")
         except BaseException:
@@ -307,7 +306,7 @@ def close_dropped() -> None:
             group = dropped[0]
         except IndexError:  # another thread has emptied the list
             return
-        dropped.rotate(-1)  # remove it only after closing: an exception may come first
+        dropped.rotate(-1)  # keep the group until it is closed: an exception may come first
         backends = _watched.get(group, [])
         if any(backend.is_busy() for backend in backends):
             continue

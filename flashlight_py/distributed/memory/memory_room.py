@@ -25,8 +25,7 @@ from flashlight_py.distributed.verbs import BARRIER
 
 ROOT = Path("/")  # parent of /proc and /sys; tests replace it
 
-# Allocations below this number of bytes (all ranks of a host) are not checked. A check takes 0.1
-# ms.
+# Number of bytes (all ranks of a host) below which no check is made. A check takes 0.1 ms.
 LITTLE = 64 << 20
 # Fraction of the available memory that remains free for other needs.
 _RESERVE = 1 / 20

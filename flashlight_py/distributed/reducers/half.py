@@ -140,10 +140,10 @@ def to_half(flat: Array) -> NDArray[np.float16]:
 def _half_bits(block: Array) -> NDArray[np.uint32]:
     bits = np.clip(block, -LARGEST, LARGEST).astype(np.float32).view(np.uint32)
     magnitude = bits & _MAGNITUDE
-    # For numbers below 2**-14, float16 is a multiple of 2**-24. Adding 0.5 rounds to this multiple.
+    # Below 2**-14, float16 numbers are multiples of 2**-24. Adding 0.5 rounds to such a multiple.
     small = (magnitude.view(np.float32) + np.float32(0.5)).view(np.uint32) - _HALF
     is_small = magnitude < _SMALLEST_NORMAL
-    # Round to 11 bits: to the nearest number, and from the middle to the even one.
+    # Round to 11 bits: to the nearest number, and ties to even.
     magnitude += (magnitude >> np.uint32(13)) & np.uint32(1)
     magnitude += np.uint32(0xFFF)
     magnitude -= _REBIAS

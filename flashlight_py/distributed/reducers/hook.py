@@ -45,7 +45,7 @@ class Bucket:
         self.parts = tuple(self.parts)
 
     def all_reduce(self, array: Array, blocking: bool = False) -> Work:
-        """Sum ``array`` of any shape and dtype over the ranks, in place, times ``scale``."""
+        """Sum ``array`` of any shape and dtype over the ranks in place. Multiply by ``scale``."""
         if not (blocking or self._pays_inline(array)):
             return all_reduce(array, self.scale, group=self.group, async_op=True)
         all_reduce(array, self.scale, group=self.group)

@@ -90,8 +90,7 @@ def map_zeros(group: ProcessGroup, nbytes: int, purpose: str, unwritten: int = 0
                 if create:
                     require_memory(nbytes + unwritten, purpose)
                 if create and store.named:
-                    # If a write exceeded the limit of the file system, the kernel would kill the
-                    # process.
+                    # Otherwise a write beyond the file system's limit would kill the process.
                     reserve(fd, nbytes, purpose)
                 elif create:
                     os.ftruncate(fd, nbytes)

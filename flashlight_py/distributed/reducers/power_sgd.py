@@ -13,7 +13,7 @@ from flashlight_py.distributed.calls.checks import check_integer
 from flashlight_py.distributed.reducers.hook import Bucket, Compression, views
 from flashlight_py.distributed.work import Then, Work
 
-# If projection shortens a column to less than this fraction, the remainder is rounding error.
+# If a projected column is shorter than this fraction of the old length, it is rounding error.
 _MIN_LENGTH = 1e-12
 # Number of elements that are processed together, so that they stay in the second-level cache.
 _BLOCK = 1 << 15

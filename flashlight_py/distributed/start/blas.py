@@ -14,7 +14,7 @@ from typing import Any
 
 from flashlight_py import libraries, system
 
-# Variables that OpenBLAS reads when it is loaded. Users set one of them to choose a number.
+# Variables from which OpenBLAS reads the number of threads when it is loaded. Users may set one.
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _NAMES = ("get_num_threads", "set_num_threads", "get_num_procs", "get_config", "get_corename")
 _limited: list[tuple[Any, int]] = []
@@ -63,8 +63,8 @@ def _user_choice() -> str:
 def limit_each(threads: int, override_user: bool = False) -> list[tuple[Any, int]]:
     """Limit each OpenBLAS to ``threads`` threads, unless the user has chosen a number.
 
-    The user has chosen one if an environment variable is set or the current number is not the
-    default. ``override_user`` ignores this. Returns the argument of ``restore``: pairs of the
+    The user has chosen a number if an environment variable is set or the current number is not
+    the default. ``override_user`` ignores this. Returns the argument of ``restore``: pairs of the
     function that sets the number, and the old number.
     """
     limited = []

@@ -170,11 +170,11 @@ def distributed_shutdown() -> None:
     """Leave the world. Collective. Afterwards this process is rank 0 of 1.
 
     Blocks until every rank calls it, so that the last operations of all ranks can end. If the world
-    has failed before, it does not wait. Finish the messages of other threads before this call. If
-    another rank waits for a message that this rank has not started to send, that rank raises
-    PeerLostError. A process that ends without this call also releases all resources.
+    has failed before, the call does not wait. Finish the messages of other threads before this
+    call. If another rank waits for a message that this rank has not started to send, that rank
+    raises PeerLostError. A process that ends without this call also releases all resources.
 
-    If a signal handler interrupts a verb of the world and calls this function, it does not wait.
+    If a signal handler interrupts a verb and calls this function, the call does not wait.
     The interrupted verb then raises GroupClosedError, and the other ranks raise PeerLostError.
 
     Raises:

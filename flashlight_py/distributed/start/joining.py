@@ -93,7 +93,7 @@ def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> C
     host_ranks = hosts[sharing.of[store.rank]]
     inside: Backend = SingleBackend()
     problem = ""
-    if len(host_ranks) == 1:  # other hosts call exchange() twice in ShmBackend
+    if len(host_ranks) == 1:  # make the two exchanges of ShmBackend on other hosts
         store.exchange(b"")
         store.exchange(b"")
     else:

@@ -90,7 +90,7 @@ class Settings:
                 if not is_valid(fields[key.lower()]):
                     raise ValueError(f"{sources[key]} must be {rule}, got {values[key]!r}")
         folder = values.get(Keys.TRACE_DIR, system.environ.get("FLASHLIGHT_TRACE_DIR"))
-        if folder:  # "" disables records; a relative path depends on chdir
+        if folder:  # "": no records; a relative path would follow chdir
             folder = str(Path(os.fsdecode(os.fspath(folder))).absolute())
         return cls(
             **fields,
