@@ -160,7 +160,7 @@ void Engine::end_all(Port& port, const Failure& why, const Failure* found, const
   });
 }
 
-// End an open receive with FL_OK and without a source.
+// End an open receive. Its status is FL_OK, and its source is unset, which marks it as cancelled.
 void Engine::cancel(Message& message) {
   const Lock lock(mutex_);
   if (message.state_ != Message::kPosted) return;

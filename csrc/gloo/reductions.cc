@@ -50,8 +50,8 @@ Parts even_parts(const fl_signature& signature, int ranks, int without = -1) {
 // A direct reduce-scatter: rank p receives part p from every rank and reduces it in rank order. Then it sends
 // the reduced part to the collecting ranks.
 //
-// While one chunk is reduced, the next chunks are sent. A collecting rank receives reduced chunks into its
-// own array. A reduced chunk overwrites only data that its sender has already received from this rank.
+// While one chunk is reduced, the next chunks are sent. A collecting rank receives reduced chunks into its own
+// array. This loses no data: a rank reduces a chunk only after it has received the collecting rank's chunk.
 class Collectives::ReductionInParts {
  public:
   // `output` receives this rank's reduced part. If it is null, the part is only sent to the collector.

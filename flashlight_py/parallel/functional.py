@@ -315,9 +315,9 @@ def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = No
 def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = None) -> Variable:
     """Return the variable that rank ``src`` sends with :func:`send` under ``tag``. Blocks.
 
-    Gradient: the result is ``v`` of rank ``src``, hence dJ/dv is the gradient of the result. The
-    backward pass sends the gradient to ``src`` and blocks until ``src`` runs the backward pass of
-    its token. The variable has a gradient if its dtype is real and floating.
+    Gradient: the backward pass sends the gradient of the result to ``src``, where it is the
+    gradient of the sent variable. It blocks until ``src`` runs the backward pass of the token that
+    :func:`send` returned. The result has a gradient if its dtype is real and floating.
 
     Args:
         like: Variable or array with the shape, dtype and device of the message, or a tuple of shape

@@ -75,4 +75,4 @@ def gradcheck_over_ranks(
             problem = problem or difference(at, element, gradient, slope, tolerance)
     problems = enumerate(gather_json(problem, group))
     if texts := [f"rank {rank}: {text}" for rank, text in problems if text]:
-        raise AssertionError(f"gradcheck_over_ranks: {'; '.join(texts)}")
+        raise AssertionError(f"gradcheck_over_ranks: wrong gradient: {'; '.join(texts)}")

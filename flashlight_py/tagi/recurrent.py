@@ -182,13 +182,13 @@ class TimeStep(NamedTuple):
 
 
 class SLSTM(LSTM):
-    """An :class:`LSTM` that keeps ``num_samples`` time steps for ``Sequential.smoother()``.
+    """An :class:`LSTM` that stores time steps of a series for ``Sequential.smoother()``.
 
-    Each call computes one time step of one sample, and its backward pass keeps the step. The
-    smoother goes back in time. With ``G = cov(step, next) / prior_variance(next)``, it adds ``G
-    (smoothed_mean(next) - prior_mean(next))`` to a step's posterior mean, and ``G**2
-    (smoothed_variance(next) - prior_variance(next))`` to its posterior variance. G is one number
-    per unit for c, and a matrix for h.
+    Each call computes one time step, and each backward pass stores a step: at most the
+    ``num_samples`` of the network. The smoother goes back in time. With ``G = cov(step, next) /
+    prior_variance(next)``, it adds ``G (smoothed_mean(next) - prior_mean(next))`` to a step's
+    posterior mean, and ``G**2 (smoothed_variance(next) - prior_variance(next))`` to its posterior
+    variance. G is a vector for the cell state, a matrix for the hidden state; G**2 is elementwise.
 
     Args:
         input_size, output_size, bias, gain_weight, gain_bias, init_method: See :class:`LSTM`.

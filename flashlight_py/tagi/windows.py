@@ -262,7 +262,7 @@ class ImageLayer(BaseLayer):
         return (*channels, *size, self.kernel_size)
 
     def _cover(self, images: Shape, channels: int) -> Shape:
-        """Set the layer's shapes. Return the output shape ``(channels, out_height, out_width)``."""
+        """Set input and output shape. Return the output shape (channels, out_height, out_width)."""
         self._over = self._windows(*images[1:])
         self.input_shape = images
         self.output_shape = (channels, self._over.out_height, self._over.out_width)
@@ -388,7 +388,7 @@ class MaxPool2d(_Pool):
 
 
 def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
-    """Return ``factor`` times the sum of each window, in the memory order of ``images``."""
+    """Return ``factor`` times the sum of each window, with the memory layout of ``images``."""
     images, _ = readable(images)
     sums = empty_images(images, (images.shape[1], windows.out_height, windows.out_width))
     if call_kernel("sum_windows", windows, None, images, images, sums, *_steps(sums), factor):

@@ -233,7 +233,7 @@ class TreeNode(Gate):
             self._handle_deadline()
 
     def _handle_end(self, connection: Connection, is_up: bool, is_member: bool) -> None:
-        """Handle the end of a connection. In the first round, the rank may reconnect."""
+        """Handle a closed connection. In the first round, its peer process may connect again."""
         rank = connection.rank or 0
         if self._verdict or (is_member and rank in self._departed) or (is_up and self._is_leaving):
             self.selector.unregister(connection.wire)

@@ -237,7 +237,7 @@ class NewWorld:
 
 
 def exchange_facts(new: NewWorld) -> None:
-    """Exchange host, cores, process and addresses of each rank, and compute the key of the job.
+    """Exchange host, cores, process and addresses of the ranks. Compute the job's secret key.
 
     Raises RendezvousError if ranks are threads of one process.
     """

@@ -239,7 +239,7 @@ class NcclBackend(Backend):
         return Then(work, lambda _: check_out_rows(call.name, out, rows, self.rank, self.size))
 
     def _exchange(self, calls: Sequence[Call]) -> Work:
-        """Start messages as one operation; blocks until the peers have called."""
+        """Wait until the peers make the matching calls. Then start all messages in one launch."""
         for call in calls:
             self._require(call)
         self._comparing.run([compared(call, blocking=True) for call in calls])
