@@ -53,9 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests.gpu.machine import why_no_gpu
 
     if reason := why_no_gpu():
-        kind = "needs CuPy (pip install 'flashlight-py[cuda12]') and a CUDA device"
+        needs = "needs CuPy (pip install 'flashlight-py[cuda12]') and a CUDA device"
         for item in of_gpus:
-            item.add_marker(pytest.mark.skip(reason=f"{kind}: {reason}"))
+            item.add_marker(pytest.mark.skip(reason=f"{needs}: {reason}"))
 
 
 def pytest_collection_finish() -> None:
@@ -75,11 +75,11 @@ class Pools:
 
     def __call__(self, size: int, **world: Any) -> RankPool:
         key = repr((size, sorted(world.items())))
-        request = self._pools.setdefault(key, RankPool(size, **world))
+        pool = self._pools.setdefault(key, RankPool(size, **world))
         self._pools.move_to_end(key)
         for unused in list(self._pools.values())[:-MOST_WORLDS]:
             unused.close()  # it restarts at its next use
-        return request
+        return pool
 
     def close(self) -> None:
         while self._pools:
@@ -101,9 +101,9 @@ def oracle() -> Iterator[Oracle]:
     """Return ``oracle(code, grads, **arrays)``: torch's result and gradients; see tests/nn."""
     from tests.torch.conftest import interpreter
 
-    process = Oracle(interpreter(), "tests.nn.oracle")
-    yield process
-    process.close()
+    torch_oracle = Oracle(interpreter(), "tests.nn.oracle")
+    yield torch_oracle
+    torch_oracle.close()
 
 
 @pytest.fixture

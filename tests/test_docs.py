@@ -81,9 +81,9 @@ def members(class_name: str, cls: type) -> Iterator[tuple[str, Any, str]]:
 
 def overridden(cls: type, name: str) -> str:
     """Return the docstrings of the overridden methods, which also describe this method."""
-    result = (getattr(base, name, None) for base in cls.__mro__[1:])
+    methods = (getattr(base, name, None) for base in cls.__mro__[1:])
     return "".join(
-        f"\n\n{inspect.getdoc(method)}" for method in result if inspect.isfunction(method)
+        f"\n\n{inspect.getdoc(method)}" for method in methods if inspect.isfunction(method)
     )
 
 
@@ -98,8 +98,8 @@ FUNCTIONS = [case for case in CASES if inspect.isfunction(case[1])]
 
 
 def parameters(function: Any) -> dict[str, str]:
-    signature = inspect.signature(function).parameters.values()
-    return {parameter.name: str(parameter.annotation) for parameter in signature}
+    params = inspect.signature(function).parameters.values()
+    return {parameter.name: str(parameter.annotation) for parameter in params}
 
 
 def raised_by(function: Any) -> set[str]:
@@ -237,7 +237,7 @@ def test_names_that_lead_from_another_library_exist(page: str) -> None:
     rows = re.findall(r"^\|(.*)\|$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
     column, called = 0, list[str]()
     for cells in (row.split("|") for row in rows):
-        ours = [location for location, cell in enumerate(cells) if "flashlight_py" in cell]
+        ours = [index for index, cell in enumerate(cells) if "flashlight_py" in cell]
         column = ours[0] if ours else column
         called += re.findall(r"(?:fl\.)?([A-Za-z_][\w.]*)\(", cells[column])
     names = [name.split(".") for name in called if name.partition(".")[0] not in LOCAL]

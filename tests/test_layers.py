@@ -226,8 +226,8 @@ def test_modules_import_each_other_in_one_direction() -> None:
     names = {name_of(module): module for module in MODULES}
     graph: dict[str, set[str]] = {}
     for name, module in names.items():
-        result = (target for _, target in imported(without_lazy_names(module)))
-        ours = re.findall(r"^flashlight_py\.([\w.]+)$", "\n".join(result), re.MULTILINE)
+        targets = (target for _, target in imported(without_lazy_names(module)))
+        ours = re.findall(r"^flashlight_py\.([\w.]+)$", "\n".join(targets), re.MULTILINE)
         # In `from module import name`, use the longest part that is a module.
         graph[name] = {
             next((part for part in (target, target.rpartition(".")[0]) if part in names), name)

@@ -60,14 +60,14 @@ def test_texts_name_existing_debian_packages() -> None:
     named = {
         word.rstrip(".")
         for path in [*files, ROOT / "setup.py", ROOT / "README.md", ROOT / "Makefile"]
-        for result in INSTALLS.findall(path.read_text(errors="replace"))
-        for word in result.split()
+        for packages in INSTALLS.findall(path.read_text(errors="replace"))
+        for word in packages.split()
         if not word.startswith("-")
     }
     libraries = {
-        results
+        library
         for path in [*files, ROOT / "setup.py"]
-        for results in re.findall(r"\blib[a-z0-9]+-dev\b", path.read_text(errors="replace"))
+        for library in re.findall(r"\blib[a-z0-9]+-dev\b", path.read_text(errors="replace"))
     }
     assert "libgloo-dev" in named & libraries
     assert named | libraries <= DEBIAN

@@ -31,15 +31,15 @@ LIMITS = {
 }
 
 
-def lines_in(location: Path) -> int:
-    """Return the number of lines of the file ``location``, or of the sources in this folder."""
-    if location.is_file():
-        files = [location]
-    elif location.is_relative_to(PACKAGE):
-        files = [path for path in FILES if path.is_relative_to(location)]
+def lines_in(path: Path) -> int:
+    """Return the number of lines of the file ``path``, or of the sources in this folder."""
+    if path.is_file():
+        files = [path]
+    elif path.is_relative_to(PACKAGE):
+        files = [file for file in FILES if file.is_relative_to(path)]
     else:
-        files = [f for f in location.rglob("*") if f.suffix in SOURCES or f.name == "Makefile"]
-    return sum(path.read_text().count("\n") for path in files)
+        files = [f for f in path.rglob("*") if f.suffix in SOURCES or f.name == "Makefile"]
+    return sum(file.read_text().count("\n") for file in files)
 
 
 @pytest.mark.parametrize("places", LIMITS)

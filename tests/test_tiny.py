@@ -106,9 +106,9 @@ def test_two_ranks_train_like_one(ranks: RankPool, captured: bool) -> None:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_killed_rank_raises_on_the_other_ranks(backend: str) -> None:
-    messages, dead = run_outcomes(killed, 2, params={"BACKEND": backend})
+    survivor, dead = run_outcomes(killed, 2, params={"BACKEND": backend})
     assert dead.exit_code == -signal.SIGKILL
-    assert "PeerLostError" in messages.error_classes
+    assert "PeerLostError" in survivor.error_classes
 
 
 @needs("tagi")

@@ -286,11 +286,11 @@ CASES = [
         Case(
             f"{name}_last_{channels}",
             lambda x, w, b, f=function: f(F.transpose(x, (0, 3, 1, 2)), w, b),
-            expected.format("a.permute(0, 3, 1, 2)"),
+            torch_code.format("a.permute(0, 3, 1, 2)"),
             (signed(2, 3, 2, channels), signed(channels), signed(channels)),
         )
         for channels in (4, 6)
-        for name, function, expected in (
+        for name, function, torch_code in (
             ("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), "F.group_norm({}, 2, b, c)"),
             ("batch_norm", F.batch_norm, "F.batch_norm({}, None, None, b, c, True)"),
         )

@@ -24,7 +24,7 @@ class ElementwiseKernel:
 
     def __init__(self, inputs: str, outputs: str, operation: str, name: str) -> None:
         self.inputs = [declaration.split()[-2:] for declaration in inputs.split(",")]
-        self.outputs = [item.split()[-2:] for item in outputs.split(",")]
+        self.outputs = [declaration.split()[-2:] for declaration in outputs.split(",")]
         self.raw = set(re.findall(r"raw \w+ (\w+)", f"{inputs}, {outputs}"))
         self.operation, self.name = operation, name
         self.launches = 0

@@ -131,8 +131,8 @@ def test_products_are_computed_in_float32_and_rounded_once(shapes: Any) -> None:
     assert np.array_equal(result.array, wide.array.astype(narrow))
     F.sum(result).backward()
     F.sum(wide).backward()
-    for local, other in ((x, wide_x), (y, wide_y)):
-        assert np.array_equal(local.grad, other.grad.astype(narrow))
+    for variable, other in ((x, wide_x), (y, wide_y)):
+        assert np.array_equal(variable.grad, other.grad.astype(narrow))
 
 
 def test_dropout_keeps_the_dtype() -> None:

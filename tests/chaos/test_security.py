@@ -81,13 +81,13 @@ def test_ranks_ignore_files_of_another_user(ranks: Ranks, tmp_path: Path, sticky
 @as_root
 def test_ranks_of_two_users_do_not_connect(ranks: Ranks, tmp_path: Path, public: Path) -> None:
     """Ranks ignore a correct announcement of another user."""
-    location = {"path": str(public / "meeting"), "log": str(tmp_path / "log"), "size": 2, "env": {}}
+    common = {"path": str(public / "meeting"), "log": str(tmp_path / "log"), "size": 2, "env": {}}
     plan = {
         "part": "compute",
         "init": "file",
         "seconds": 0.1,
         "params": {"TIMEOUT": 1.0},
-        **location,
+        **common,
     }
     started = [ranks.start(0, **plan), ranks.start(1, uid=NOBODY, **plan)]
     for rank in started:

@@ -59,8 +59,8 @@ def send(number: signal.Signals, started: list[Rank]) -> None:
             os.kill(rank.pid, number)
 
 
-def visited(ranks: Ranks, folder: Path, visit: int) -> tuple[list[bytes], set[int]]:
-    """Send up to ``each`` strangers to every port of ranks that connect.
+def visited(ranks: Ranks, folder: Path, count: int) -> tuple[list[bytes], set[int]]:
+    """Send up to ``count`` strangers to every port of ranks that connect.
 
     Returns the data that each stranger received (empty if the ranks were too quick), and the ends
     of the ranks.
@@ -70,7 +70,7 @@ def visited(ranks: Ranks, folder: Path, visit: int) -> tuple[list[bytes], set[in
     started = start_together(ranks, folder, 3, "gloo", **plan)
     try:
         doors = stopped_while_connecting(started)
-        crowds = [wire.crowd(door, wire.blobs(draw, visit)) for door in doors]
+        crowds = [wire.crowd(door, wire.blobs(draw, count)) for door in doors]
         strangers = [stranger for crowd in crowds for stranger in crowd]
     finally:
         send(signal.SIGCONT, started)
@@ -78,8 +78,8 @@ def visited(ranks: Ranks, folder: Path, visit: int) -> tuple[list[bytes], set[in
     return [wire.received(stranger) for stranger in strangers], codes
 
 
-@pytest.mark.parametrize("visit", [1, 2 * DESCRIPTORS])
-def test_strangers_can_only_make_the_start_fail(ranks: Ranks, tmp_path: Path, visit: int) -> None:
+@pytest.mark.parametrize("count", [1, 2 * DESCRIPTORS])
+def test_strangers_can_only_make_the_start_fail(ranks: Ranks, tmp_path: Path, count: int) -> None:
     """Strangers receive no data. A flood may make the start fail in time on every rank."""
     answers: list[bytes] = []
     starts = 0
@@ -88,7 +88,7 @@ def test_strangers_can_only_make_the_start_fail(ranks: Ranks, tmp_path: Path, vi
         folder = tmp_path / str(starts)
         folder.mkdir()
         began = time.monotonic()
-        answers, codes = visited(ranks, folder, visit)
+        answers, codes = visited(ranks, folder, count)
         starts += 1
     assert time.monotonic() - began < LONGEST_START + 5.0
     text = (folder / "log").read_text()

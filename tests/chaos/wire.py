@@ -33,16 +33,16 @@ def ends_of(pids: Iterable[int]) -> list[tuple[set[Address], set[Address]]]:
 
     The kernel takes milliseconds to write its table, so one read serves all processes.
     """
-    local = [set(_socket_inodes(pid)) for pid in pids]
+    owned = [set(_socket_inodes(pid)) for pid in pids]
     table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return [
-        (_in_state(table, CONNECTED, inodes), _in_state(table, LISTENS, inodes)) for inodes in local
+        (_in_state(table, CONNECTED, inodes), _in_state(table, LISTENS, inodes)) for inodes in owned
     ]
 
 
 def _in_state(table: list[list[str]], state: str, inodes: set[str]) -> set[Address]:
-    result = (row[1].split(":") for row in table if row[3] == state and row[9] in inodes)
-    return {(socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)) for host, port in result}
+    ends = (row[1].split(":") for row in table if row[3] == state and row[9] in inodes)
+    return {(socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)) for host, port in ends}
 
 
 def _socket_inodes(pid: int) -> Iterator[str]:

@@ -202,8 +202,8 @@ def test_save_on_one_rank_requires_all_ranks(pool: Any, tmp_path: Path, verb: st
 def test_save_on_one_rank_raises_on_hosts_and_mpi(world: Any, size: int, tmp_path: Path) -> None:
     if "init" in world:
         pytest.importorskip("mpi4py")
-    for run_rank in run_ranks(saves_on_rank_0_alone, size, tmp_path, False, **world):
-        assert "save(collective, to be called on every rank)" in run_rank
+    for message in run_ranks(saves_on_rank_0_alone, size, tmp_path, False, **world):
+        assert "save(collective, to be called on every rank)" in message
 
 
 def saves_after_the_others_left(rank: int, size: int, folder: Path) -> str:

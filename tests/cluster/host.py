@@ -166,9 +166,9 @@ class Host:
     def hosts_file(self, names: Mapping[str, Sequence[str] | str]) -> None:
         """Resolve ``names`` to these addresses on this host, and ``localhost``."""
         lines = ["127.0.0.1 localhost"] + (["::1 localhost"] if self.address6 else [])
-        for name, result in names.items():
+        for name, where in names.items():
             lines += [
-                f"{address} {name}" for address in ([result] if isinstance(result, str) else result)
+                f"{address} {name}" for address in ([where] if isinstance(where, str) else where)
             ]
         self._names.write_text("\n".join(lines) + "\n")
 

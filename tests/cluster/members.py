@@ -81,9 +81,9 @@ class Members:
         chosen = range(len(self.processes)) if ranks is None else ranks
         return [self._end(self.processes[rank]) for rank in chosen]
 
-    def all_end_well(self, named: Iterable[int] = ()) -> None:
-        """Send the ranks ``told`` the command, and check that no rank has raised an error."""
-        self.tell(named)
+    def all_end_well(self, ranks: Iterable[int] = ()) -> None:
+        """Send ``ranks`` the command, and check that no rank has raised an error."""
+        self.tell(ranks)
         assert [end["kind"] for end in self.ends()] == [""] * len(self.processes)
 
     def _await_ready(self) -> None:

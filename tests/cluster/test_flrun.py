@@ -60,8 +60,8 @@ def start(cluster: Cluster, hosts: str, *arguments: object) -> subprocess.Popen[
 
 def processes(host: Host) -> list[str]:
     """Return the programs of a host, without its first process and its sshd."""
-    result = host.run(["ps", "-eo", "pid=,args="]).stdout.splitlines()
-    return [line for line in result if re.search("python|sleep", line) and "host_init" not in line]
+    lines = host.run(["ps", "-eo", "pid=,args="]).stdout.splitlines()
+    return [line for line in lines if re.search("python|sleep", line) and "host_init" not in line]
 
 
 def wait_until_none(host: Host, seconds: float) -> None:

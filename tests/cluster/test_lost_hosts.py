@@ -166,7 +166,7 @@ def test_idle_connection_survives_only_a_short_cut(cluster: Cluster, is_cut: boo
             return
         time.sleep(3.8)
         cluster[1].mend()
-        members.all_end_well(named=[0])
+        members.all_end_well(ranks=[0])
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_short_cut_changes_no_result(cluster: Cluster, program: str) -> None:
         time.sleep(2)
         cluster[1].mend()
         time.sleep(LIMIT)
-        members.all_end_well(named=[0])
+        members.all_end_well(ranks=[0])
 
 
 @pytest.mark.slow
@@ -246,14 +246,14 @@ def test_ranks_raise_if_a_host_is_frozen(cluster: Cluster, counts: list[int]) ->
 def test_one_stopped_rank_of_a_host_does_not_count_as_lost(cluster: Cluster) -> None:
     with Members(cluster, [2, 2], "large") as members:
         members.pause(2, LIMIT + 3)
-        members.all_end_well(named=[0])
+        members.all_end_well(ranks=[0])
 
 
 @pytest.mark.slow
 def test_host_timeout_sets_the_limit(cluster: Cluster) -> None:
     with Members(cluster, [1, 1], "small", FLASHLIGHT_HOST_TIMEOUT="0") as members:
         members.pause(1, LIMIT + 3)
-        members.all_end_well(named=[0])
+        members.all_end_well(ranks=[0])
 
 
 @pytest.mark.slow
@@ -290,7 +290,7 @@ def test_ranks_shut_down_while_a_host_is_being_lost(cluster: Cluster, seconds: f
         cluster[1].cut_off(),
     ):
         time.sleep(seconds)
-        members.all_end_well(named=range(4))
+        members.all_end_well(ranks=range(4))
         assert [process.wait(WITHIN) for process in members.processes] == [1] * 4
 
 
@@ -332,7 +332,7 @@ def test_only_rank_of_a_host_may_stop_for_less_than_host_timeout(cluster: Cluste
     with Members(cluster, [1, 1], "small") as members:
         members.pause(1, LIMIT / 2)
         time.sleep(LIMIT)
-        members.all_end_well(named=[0])
+        members.all_end_well(ranks=[0])
 
 
 @pytest.mark.slow
@@ -341,7 +341,7 @@ def test_longest_host_timeout_of_ranks_applies(cluster: Cluster, limits: tuple[s
     with Members(cluster, [1, 1], "small", FLASHLIGHT_HOST_TIMEOUT=limits) as members:
         for rank in range(2):
             members.pause(rank, 4)
-        members.all_end_well(named=[0])
+        members.all_end_well(ranks=[0])
 
 
 @pytest.mark.slow
@@ -352,4 +352,4 @@ def test_short_interface_outage_changes_no_result(cluster: Cluster, counts: list
         time.sleep(2)
         cluster[1].run(["ip", "link", "set", "eth0", "up"]).check_returncode()
         time.sleep(LIMIT)
-        members.all_end_well(named=[0])
+        members.all_end_well(ranks=[0])

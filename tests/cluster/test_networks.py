@@ -39,32 +39,32 @@ class Place(NamedTuple):
 Variables = Callable[[Cluster, Place], dict[str, str]]
 
 
-def by_env(cluster: Cluster, point: Place) -> dict[str, str]:
-    numbers = {"RANK": str(point.rank), "WORLD_SIZE": str(point.size)}
+def by_env(cluster: Cluster, setup: Place) -> dict[str, str]:
+    numbers = {"RANK": str(setup.rank), "WORLD_SIZE": str(setup.size)}
     return {**numbers, "MASTER_ADDR": "h0", "MASTER_PORT": PORT, **SECRET}
 
 
-def by_address(cluster: Cluster, point: Place) -> dict[str, str]:
+def by_address(cluster: Cluster, setup: Place) -> dict[str, str]:
     """Return the last address of the host, which is an IPv6 address if it has one."""
     common = [
-        outcome for outcome in cluster[0].addresses if cluster[1].address6 or ":" not in outcome
+        address for address in cluster[0].addresses if cluster[1].address6 or ":" not in address
     ]
-    return {**by_env(cluster, point), "MASTER_ADDR": common[-1]}
+    return {**by_env(cluster, setup), "MASTER_ADDR": common[-1]}
 
 
-def by_file(cluster: Cluster, point: Place) -> dict[str, str]:
-    numbers = {"RANK": str(point.rank), "WORLD_SIZE": str(point.size)}
+def by_file(cluster: Cluster, setup: Place) -> dict[str, str]:
+    numbers = {"RANK": str(setup.rank), "WORLD_SIZE": str(setup.size)}
     return {**numbers, "FLASHLIGHT_FILE": str(cluster.folder / "meeting")}
 
 
-def by_slurm(cluster: Cluster, point: Place) -> dict[str, str]:
+def by_slurm(cluster: Cluster, setup: Place) -> dict[str, str]:
     return {
         "SLURM_JOB_ID": "1",
         "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(point.rank),
-        "SLURM_STEP_NUM_TASKS": str(point.size),
-        "SLURM_LOCALID": str(point.local),
-        "SLURM_NODEID": str(point.host),
+        "SLURM_PROCID": str(setup.rank),
+        "SLURM_STEP_NUM_TASKS": str(setup.size),
+        "SLURM_LOCALID": str(setup.local),
+        "SLURM_NODEID": str(setup.host),
         "SLURM_STEP_TASKS_PER_NODE": f"{PER_HOST}(x{len(cluster)})",
         "SLURM_STEP_NODELIST": f"h[0-{len(cluster) - 1}]",
         **SECRET,
@@ -102,8 +102,8 @@ def ranks(
     places = [Place(rank, size, rank % PER_HOST, rank // PER_HOST) for rank in range(size)]
     return finished(
         [
-            start(cluster[point.host], command, {**variables(cluster, point), **(env or {})})
-            for point in places
+            start(cluster[setup.host], command, {**variables(cluster, setup), **(env or {})})
+            for setup in places
         ]
     )
 
@@ -195,7 +195,7 @@ def printed(outcomes: list[Outcome]) -> list[str]:
     """Return the last three words of each line that the ranks printed about their sums."""
     for outcome in outcomes:
         assert outcome.code == 0, outcome.text
-    lines = [line.split() for item in outcomes for line in item.text.splitlines()]
+    lines = [line.split() for outcome in outcomes for line in outcome.text.splitlines()]
     return sorted(" ".join(words[-3:]) for words in lines if words[-3:-2] in (["h0"], ["h1"]))
 
 
@@ -214,7 +214,7 @@ def test_init_succeeds_without_parameters_on_unusual_networks(
 @pytest.mark.parametrize("local", ["localhost", "127.0.0.1"])
 def test_init_names_a_loopback_address_of_rank_0(cluster: Cluster, local: str) -> None:
     outcomes = ranks(cluster, by_env, {"MASTER_ADDR": local}, TIMEOUT=3)
-    assert [item.code for item in outcomes] == [1] * 4
+    assert [outcome.code for outcome in outcomes] == [1] * 4
     for outcome in outcomes[:PER_HOST]:
         assert f"Rank 0 listens at {local}, the loopback of h0" in outcome.text
     for outcome in outcomes[PER_HOST:]:
@@ -281,12 +281,12 @@ def test_init_on_one_host_opens_no_port_to_other_hosts(cluster: Cluster) -> None
                 start(
                     cluster[0],
                     command,
-                    {**variables(cluster, item), **local, "LOCAL_RANK": str(item.rank)},
+                    {**variables(cluster, setup), **local, "LOCAL_RANK": str(setup.rank)},
                 )
-                for item in places
+                for setup in places
             ]
         )
-        assert [value.code for value in outcomes] == [0, 0], outcomes
+        assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
         heard = {line for outcome in outcomes for line in outcome.text.split() if ":" in line}
         assert heard
         assert all(line.startswith("127.") for line in heard), heard

@@ -74,15 +74,15 @@ class Failing(Dataset):
     """Samples (index, process); sample ``bad`` raises or ends its process."""
 
     def __init__(self, size: int, bad: int = -1, failure: str = "") -> None:
-        self.size, self.bad, self.how = size, bad, failure
+        self.size, self.bad, self.failure = size, bad, failure
 
     def __len__(self) -> int:
         return self.size
 
     def get(self, index: int) -> Any:
         if index == self.bad:
-            WAYS[self.how]()
-        return (index, os.getpid(), threading.Lock() if self.how == "unpicklable" else None)
+            WAYS[self.failure]()
+        return (index, os.getpid(), threading.Lock() if self.failure == "unpicklable" else None)
 
 
 class StrangeError(Exception):

@@ -70,7 +70,7 @@ class Checks:
         assert got.tolist() == self.library.make(values, dtype or self.name).tolist()
 
     def filled(self, got: Any, out: Any, values: Any, before: Any) -> None:
-        """Check that ``got`` has ``values``, and is ``given`` or leaves ``given`` unchanged."""
+        """Check that ``got`` has ``values``, and is ``out`` or leaves ``out`` unchanged."""
         self.same(got, values)
         assert (got is out) == self.library.in_place
         if not self.library.in_place:
@@ -99,15 +99,15 @@ def dtype(request: pytest.FixtureRequest) -> Any:
 def test_results_have_the_kind_of_the_input(rank: int, size: int, library: str, dtype: str) -> None:
     check = Checks(library, dtype)
     make, same = check.make, check.same
-    local, both = make(ROWS[2 * rank : 2 * rank + 2]), make(ROWS)
-    same(fl.all_gather(local), ROWS)
-    same(fl.all_gather(local, async_op=True).wait(), ROWS)
-    first, second = fl.all_gather([local, local[rank:]])
+    part, both = make(ROWS[2 * rank : 2 * rank + 2]), make(ROWS)
+    same(fl.all_gather(part), ROWS)
+    same(fl.all_gather(part, async_op=True).wait(), ROWS)
+    first, second = fl.all_gather([part, part[rank:]])
     same(first, ROWS)
     same(second, [*ROWS[:2], ROWS[3]])
-    same(fl.all_gather((local, local), async_op=True).wait()[1], ROWS)
+    same(fl.all_gather((part, part), async_op=True).wait()[1], ROWS)
     same(fl.all_gather(make(rank)), [0, 1])  # an array without dimensions
-    for gathered in (fl.gather(local, 1), fl.gather(local, 1, async_op=True).wait()):
+    for gathered in (fl.gather(part, 1), fl.gather(part, 1, async_op=True).wait()):
         if rank == 1:
             same(gathered, ROWS)
         else:
@@ -125,7 +125,7 @@ def test_results_have_the_kind_of_the_input(rank: int, size: int, library: str, 
         total[3 * rank :][:3].tolist(),
     )
     if op == "max":
-        values, ranks = fl.all_reduce_location(local, op="max")
+        values, ranks = fl.all_reduce_location(part, op="max")
         same(values, np.array(ROWS[2:]).astype(bool).tolist() if dtype == "bool" else ROWS[2:])
         assert ranks.shape == (2, 2)
         assert isinstance(ranks, check.library.array)
@@ -144,8 +144,8 @@ def test_scatter_returns_the_kind_of_the_input(rank: int, size: int, library: st
     nothing = fl.scatter(parts if rank == 0 else None)
     assert isinstance(nothing, np.ndarray) == (rank == 1)
     assert nothing.tolist() == rows
-    inputs = make([[9, 9], [9, 9]])
-    check.filled(fl.scatter(parts if rank == 0 else None, out=inputs), inputs, rows, [[9, 9]] * 2)
+    target = make([[9, 9], [9, 9]])
+    check.filled(fl.scatter(parts if rank == 0 else None, out=target), target, rows, [[9, 9]] * 2)
     out = np.zeros((2, 2), np.float32)
     assert fl.scatter(parts, out=out) is out
 

@@ -175,17 +175,17 @@ class Ours:
 
     def begin(self, ops: list[tuple[Op, Array]]) -> Any:
         """Start messages, as a batch if there are several and no source is any rank."""
-        inputs = [
+        messages = [
             (kind, array, None if peer == NOBODY else peer, message.tag.number, message.tag.partial)
             for (kind, message, peer), array in ops
         ]
         if len(ops) > 1 and all(op[2] is not None for op, _ in ops):
             return fl.batch_isend_irecv(
-                [fl.P2POp(*one, partial and one[0] == "recv") for *one, partial in inputs]
+                [fl.P2POp(*one, partial and one[0] == "recv") for *one, partial in messages]
             )
         return [
             fl.isend(*rest) if kind == "send" else fl.irecv(*rest, partial=partial)
-            for (kind, *rest, partial), (op, _) in zip(inputs, ops, strict=True)
+            for (kind, *rest, partial), (op, _) in zip(messages, ops, strict=True)
             if op[2] != NOBODY
         ]
 
@@ -246,40 +246,40 @@ class Mpi:
 
 def _run(library: Ours | Mpi, program: Program, rank: int) -> list[tuple[Message, Array]]:
     """Run the part of ``rank``; return the received messages in the order of the receives."""
-    receives: list[tuple[Message, Array]] = []
+    received: list[tuple[Message, Array]] = []
     begun: list[tuple[Any, list[tuple[Op, Array]], list[int]]] = []
     for action, ops, number in program.actions(rank):
         if action in ("wait", "poll"):
-            works, arrays, places = begun[number]
+            works, pairs, places = begun[number]
             while action == "poll" and not library.is_done(works):
                 pass
             for (op, array), position, part in zip(
-                arrays, places, library.wait(works, arrays), strict=True
+                pairs, places, library.wait(works, pairs), strict=True
             ):
                 if op[2] == NOBODY:
                     assert part is array
                     assert op[0] == "send" or not array.view(np.uint8).any()
                 elif op[0] == "recv":
-                    receives[position] = op[1], part
+                    received[position] = op[1], part
             begun[number] = None, [], []
             continue
-        arrays, places = [], []
+        pairs, places = [], []
         for op in ops:
             kind, message, peer = op
             array = (
                 message.array() if kind == "send" else np.zeros(message.tag.rows, message.tag.dtype)
             )
-            arrays.append((op, array))
-            places.append(len(receives))
+            pairs.append((op, array))
+            places.append(len(received))
             if kind == "recv" and peer != NOBODY:
-                receives.append((message, array))
+                received.append((message, array))
         if action == "do":
-            part = library.do(*arrays[0])
-            if arrays[0][0][0] == "recv":
-                receives[-1] = arrays[0][0][1], part
+            part = library.do(*pairs[0])
+            if pairs[0][0][0] == "recv":
+                received[-1] = pairs[0][0][1], part
         else:
-            begun.append((library.begin(arrays), arrays, places))
-    return receives
+            begun.append((library.begin(pairs), pairs, places))
+    return received
 
 
 def run_on_both(rank: int, size: int, count: int, most: int, seed: int) -> None:

@@ -115,8 +115,8 @@ def run(rank: int, size: int, programs: list[list[Call]], last: Call, at_once: b
 
     Unless ``at_once``, the next call may raise instead, on all ranks.
     """
-    local = [*programs[rank], last]
-    for number, call in enumerate(local):
+    calls = [*programs[rank], last]
+    for number, call in enumerate(calls):
         everyone = [([*program, last, last][number]).compared() for program in programs]
         x = call.make(rank)
         if len(set(everyone)) == 1:
@@ -381,7 +381,7 @@ def differ(group: Any, name: str) -> None:
 
 
 def calls_of(group: Any) -> int:
-    (line,) = [
+    (count,) = [
         journal.groups()[name]["calls"] for name in journal.groups() if name == group.journal.name
     ]
-    return int(line)
+    return int(count)

@@ -63,9 +63,9 @@ def test_gathers_count_rows_without_bytes(rank: int, size: int, name: str) -> No
 @on_ranks()
 def test_gathers_reject_an_out_without_rows(rank: int, size: int) -> None:
     """The address of an ``out`` without bytes must not be used."""
-    overlapping = np.array([0, 64, 0, 0], np.int64)
+    memory = np.array([0, 64, 0, 0], np.int64)
     for x in (np.zeros((2, 2), np.int64), np.zeros((2, 2), "M8[s]")):
-        out = np.ndarray((0, 2), x.dtype, overlapping.data)
+        out = np.ndarray((0, 2), x.dtype, memory.data)
         for array in (x, np.asfortranarray(x)):
             for verb in (fl.all_gather, lambda *args, **options: fl.gather(*args, 0, **options)):
                 for async_op in (False, True):

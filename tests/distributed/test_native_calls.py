@@ -136,8 +136,8 @@ def test_all_to_all_rows_are_compared_and_checked(rank: int, size: int) -> None:
     with pytest.raises(MismatchError, match=r"rank 1 called all_to_all\(rows=\.\.\.\)"):
         fl.barrier() if rank == 0 else fl.all_to_all(x, rows=rows)
     for refused in ([6], [7, -1], [3, 4], [True, 5], [2.0, 4], []):
-        row_kinds = CODES["all_to_all"], x, None, refused, 1, 0, 0, False
-        assert group.fast.collective(*row_kinds) is NotImplemented
+        arguments = CODES["all_to_all"], x, None, refused, 1, 0, 0, False
+        assert group.fast.collective(*arguments) is NotImplemented
 
 
 @in_both
@@ -442,11 +442,11 @@ def test_mismatch_by_address_raises_on_every_rank(rank: int, size: int, async_op
         assert recorded.removeprefix("MismatchError: ") == errors[-1]
         if now:  # ranks that ran ahead raise in the next call
             late_mismatch()
-    for local in (np.zeros((2 * size, 3 + rank)), np.zeros(2 * size, "f8" if rank else "f4")):
+    for part in (np.zeros((2 * size, 3 + rank)), np.zeros(2 * size, "f8" if rank else "f4")):
         for verb, rows in [("all_gather", 2 * size * size), ("all_to_all", 2 * size)]:
-            out = by_address(np.zeros((rows, *local.shape[1:]), local.dtype))
+            out = by_address(np.zeros((rows, *part.shape[1:]), part.dtype))
             with pytest.raises(MismatchError) as caught:
-                native(group, verb, by_address(local), out=out, async_op=async_op)
+                native(group, verb, by_address(part), out=out, async_op=async_op)
             errors.append(str(caught.value))
     memory = np.zeros(3, np.uint16)
     array = (memory.ctypes.data, BFLOAT16, (3,), memory) if rank else by_address(memory)

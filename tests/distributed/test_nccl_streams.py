@@ -241,7 +241,7 @@ def test_flights_are_removed_once_if_several_threads_check() -> None:
             flights.add(last)
         finally:
             ended.set()
-    assert [argument.result() for argument in futures] == [None] * 3
+    assert [future.result() for future in futures] == [None] * 3
     assert flights.oldest() is flights.newest() is last
     assert len(flights._events) == 3
 

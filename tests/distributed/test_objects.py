@@ -146,9 +146,9 @@ def test_object_verbs_use_the_fast_path(rank: int, size: int) -> None:
         assert record.get("root") == (0 if verb.rooted else None)
         assert record["bytes"] > 0 or verb is journal.SCATTER_OBJECT
         assert record["ended"] >= record["started"]
-    for result in objects:
-        assert fl.broadcast_object(result) == result
-        assert fl.all_gather_object(result) == [result] * size
+    for item in objects:
+        assert fl.broadcast_object(item) == item
+        assert fl.all_gather_object(item) == [item] * size
     assert group.fast.objects(33, 1, size) is NotImplemented
     with pytest.raises(TypeError):
         group.fast.objects(33, 1)

@@ -280,15 +280,15 @@ def functions_of_groups() -> set[str]:
         inspect.unwrap(getattr(m, name)) for m in modules for name in getattr(m, "__all__", ())
     ]
     classes = list(filter(inspect.isclass, public))
-    methods = [m for item in classes for _, m in inspect.getmembers(item, inspect.isfunction)]
+    methods = [m for cls in classes for _, m in inspect.getmembers(cls, inspect.isfunction)]
     names = set[str]()
-    for cls in (*classes, *methods, *filter(inspect.isfunction, public)):
-        text = inspect.getdoc(cls) or ""
+    for obj in (*classes, *methods, *filter(inspect.isfunction, public)):
+        text = inspect.getdoc(obj) or ""
         says = re.search(r"\bcollective\b", text, re.IGNORECASE) and "ot collective" not in text
-        takes = inspect.signature(cls.__init__ if inspect.isclass(cls) else cls).parameters
-        if (says or "group" in takes) and re.match(r"[^_]|__call__", cls.__name__):
-            of = "functional." * cls.__module__.startswith(fl.functional.__name__)
-            names.add(of + cls.__qualname__)
+        takes = inspect.signature(obj.__init__ if inspect.isclass(obj) else obj).parameters
+        if (says or "group" in takes) and re.match(r"[^_]|__call__", obj.__name__):
+            of = "functional." * obj.__module__.startswith(fl.functional.__name__)
+            names.add(of + obj.__qualname__)
     return names
 
 

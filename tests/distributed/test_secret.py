@@ -234,30 +234,30 @@ def test_greeting_is_printable() -> None:
 # A world over several hosts -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("one_host", "option"), [(False, ""), (True, ""), (False, "s")])
+@pytest.mark.parametrize(("one_host", "user_secret"), [(False, ""), (True, ""), (False, "s")])
 def test_world_over_several_hosts_without_a_secret_warns_once(
     one_host: bool,
-    option: str,
+    user_secret: str,
     port: int,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Here all addresses count as those of another host."""
     monkeypatch.setattr(secret, "is_own", lambda *_: False)
-    if option:
-        monkeypatch.setenv("MASTER_SECRET", option)
+    if user_secret:
+        monkeypatch.setenv("MASTER_SECRET", user_secret)
     got: list[list[bytes]] = []
 
     def take_part(rank: int) -> None:
         store = TcpStore(HERE, port, rank, 2, 20.0, one_host)
-        assert bool(store.secret) == (one_host or bool(option))
+        assert bool(store.secret) == (one_host or bool(user_secret))
         got.extend([store.exchange(b"%d" % rank), store.exchange(b"%d" % rank)])
         store.close()
 
     run_on_threads(2, take_part)
     assert got == [[b"0", b"1"]] * 4
     warned = [record for record in caplog.records if "has no secret" in record.getMessage()]
-    assert len(warned) == (0 if one_host or option else 1)
+    assert len(warned) == (0 if one_host or user_secret else 1)
 
 
 # Gloo's connections ---------------------------------------------------------------------------

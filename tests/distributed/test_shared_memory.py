@@ -173,7 +173,7 @@ def test_missing_shared_memory_on_a_host_warns_once(
     assert apart in text
     assert len(warnings) == (rank == 0), warnings
     assert all("Gloo is used instead of shared memory" in warning for warning in warnings)
-    assert all(apart in item for item in warnings)
+    assert all(apart in warning for warning in warnings)
 
 
 @on_ranks(("shm", 2), fresh=True, env=hosts_by_letter("ab"), init=None)
@@ -218,7 +218,7 @@ CONTAINER = "unshare --pid --fork --mount-proc"
 
 
 @pytest.mark.parametrize(
-    ("size", "limit", "group_kind", "warning"),
+    ("size", "prefix", "backend", "warning"),
     [
         ("64k", "", "shared memory", None),
         ("64k", CONTAINER, "Gloo over TCP", "Gloo is used instead of shared memory"),
@@ -227,13 +227,13 @@ CONTAINER = "unshare --pid --fork --mount-proc"
     ],
 )
 def test_small_dev_shm_matters_in_containers_only(
-    tmp_path: Path, size: str, limit: str, group_kind: str, warning: str | None
+    tmp_path: Path, size: str, prefix: str, backend: str, warning: str | None
 ) -> None:
-    done = in_namespaces(SMALL_DEV_SHM, tmp_path, size=size, each=limit)
+    done = in_namespaces(SMALL_DEV_SHM, tmp_path, size=size, each=prefix)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     assert len(lines) == 2, f"left in /dev/shm: {lines[2:]}"
-    assert all(group_kind in line for line in lines), (lines, done.stderr)
+    assert all(backend in line for line in lines), (lines, done.stderr)
     assert (warning or "") in done.stderr
     assert ("--shm-size" in done.stderr) == (warning is not None)
 

@@ -272,9 +272,9 @@ def test_plain_calls_run_without_python(rank: int, size: int) -> None:
             assert functions_called(functools.partial(verb, of)) == []
     assert "via" not in current_world().group.journal.records(1)[-1].as_dict()
     assert fl.all_reduce_multiple([x, gathered], async_op=True).wait()[1] is gathered
-    for argument in {"x": x}, {"out": x}:  # of the two required arguments
+    for required in {"x": x}, {"out": x}:  # of the two required arguments
         with pytest.raises(TypeError, match="missing 1 required"):
-            fl.sendrecv(dst=None, src=None, **argument)
+            fl.sendrecv(dst=None, src=None, **required)
     with fl.profile(os.devnull):  # a profile records every call
         assert "all_reduce" in functions_called(lambda: fl.all_reduce(x))
 

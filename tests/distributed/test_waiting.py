@@ -27,13 +27,11 @@ def test_waiting_logs_ranks(kind: str, tmp_path: Path, caplog: pytest.LogCapture
     port = free_port()
 
     def join(number: int) -> None:
-        options = 2 * number, 4, 1.0
+        args = 2 * number, 4, 1.0
         is_tcp = kind == "tcp"
-        location = (
-            TcpStore("127.0.0.1", port, *options) if is_tcp else FileStore(tmp_path, *options)
-        )
+        store = TcpStore("127.0.0.1", port, *args) if is_tcp else FileStore(tmp_path, *args)
         with pytest.raises(RendezvousError):
-            location.exchange(b"")
+            store.exchange(b"")
 
     with caplog.at_level(logging.WARNING, "flashlight_py"):
         run_on_threads(2, join)

@@ -51,7 +51,7 @@ def test_built_reports_every_extension_of_setup_py() -> None:
 
 def test_host_name_and_interface_return_states() -> None:
     addresses = ["127.0.1.1", "::1"], ["127.0.1.1", "10.0.0.1"], []
-    assert [doctor.host_name("a", finding)[0] for finding in addresses] == [WARNING, OK, WARNING]
+    assert [doctor.host_name("a", one)[0] for one in addresses] == [WARNING, OK, WARNING]
     states = {name: doctor.interface(name)[0] for name in ("lo", "127.0.0.1", "nothing0")}
     assert states == {"lo": OK, "127.0.0.1": OK, "nothing0": FAILED}
 

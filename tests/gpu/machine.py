@@ -29,9 +29,9 @@ PACKAGES = r"numpy|cffi|cupy(-cuda1\dx)?|nvidia-nccl-cu1\d|torch|pytest|mpi4py"
 
 
 def packages() -> Iterator[tuple[str, str]]:
-    for value in sorted(metadata.distributions(), key=lambda package: str(package.name).lower()):
-        if re.fullmatch(PACKAGES, value.name):
-            yield value.name, value.version
+    for package in sorted(metadata.distributions(), key=lambda one: str(one.name).lower()):
+        if re.fullmatch(PACKAGES, package.name):
+            yield package.name, package.version
 
 
 def nccl() -> str:
@@ -142,6 +142,6 @@ def main() -> None:
     for name in LIBRARIES:
         show(name, library_of_cuda(name))
     wrong = [backend for backend in ("shm", "gloo") if not works_on_the_cpu(backend)]
-    for case, value in gpu():
-        show(case, value)
+    for name, value in gpu():
+        show(name, value)
     sys.exit(f"{', '.join(wrong)} failed on the CPU, as shown above" if wrong else 0)

@@ -293,10 +293,8 @@ def problems_of(raised: Raised, kind: str, rank: int, seconds: float) -> Iterato
 def described(outcome: Outcome) -> str:
     """Return the whole outcome of a rank, with the message of its error."""
     value = outcome.value
-    output = (
-        f"\n{value.error} in {value.verb}: {value.message}" if isinstance(value, Raised) else ""
-    )
-    return f"{outcome.report()}{output}"
+    text = f"\n{value.error} in {value.verb}: {value.message}" if isinstance(value, Raised) else ""
+    return f"{outcome.report()}{text}"
 
 
 def summary(results: Iterable[Result], kind: str, planned: int) -> str:

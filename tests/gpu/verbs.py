@@ -219,13 +219,13 @@ def composed_verbs(rank: int, size: int, name: str) -> None:
     best, who = fl.all_reduce_location(x, op="max")
     np.testing.assert_array_equal(best.get(), np.maximum.reduce(everyone))
     np.testing.assert_array_equal(who.get(), np.argmax(everyone, axis=0))
-    local = slice(starts[rank], starts[rank + 1])
+    share = slice(starts[rank], starts[rank + 1])
     part = fl.reduce_scatter(x, op="max", rows=rows)
-    np.testing.assert_array_equal(part.get(), np.maximum.reduce(everyone)[local])
+    np.testing.assert_array_equal(part.get(), np.maximum.reduce(everyone)[share])
     out = on_gpu(np.zeros((rows[rank], 3), name))  # a CuPy array selects the GPU
     got = fl.scatter(x if rank == 0 else None, out=out, rows=rows)
     assert got is out
-    np.testing.assert_array_equal(out.get(), everyone[0][local])
+    np.testing.assert_array_equal(out.get(), everyone[0][share])
     refuse_bits_and_open_receives(x)
     crossing_messages(rank, size, name)
 

@@ -206,12 +206,12 @@ def test_failed_pass_of_two_modules_raises_its_exception(
     models, x = [Net(), Net()], fl.input(np.ones((2, 6)))
     for model in models:
         WAYS[kind](model)
-    for which, location in itertools.product((0, 1), PLACES[:2]):
-        models[which].fails_at = location if rank == 1 else None
+    for which, point in itertools.product((0, 1), PLACES[:2]):
+        models[which].fails_at = point if rank == 1 else None
         with pytest.raises(ValueError if rank == 1 else MismatchError) as caught:
             LOSSES[loss](*models, x).mean().backward()
-        output = str(caught.value)
-        assert "on purpose" in output or (kind != "sharded" and "different calls" in output)
+        message = str(caught.value)
+        assert "on purpose" in message or (kind != "sharded" and "different calls" in message)
         for model in models:
             model.fails_at = None
             one_pass(model)
@@ -262,8 +262,8 @@ def two_dimensional(rank: int, size: int, kind: str) -> None:
 
 
 def test_failed_pass_with_differentiable_collectives_raises_on_all_ranks() -> None:
-    for name in ("in buckets", "in the background"):
-        run_ranks(two_dimensional, 4, name, params={"BACKEND": "shm", "TIMEOUT": 20.0})
+    for kind in ("in buckets", "in the background"):
+        run_ranks(two_dimensional, 4, kind, params={"BACKEND": "shm", "TIMEOUT": 20.0})
 
 
 def pipelined(rank: int, size: int, fails: int) -> None:
@@ -283,7 +283,7 @@ def pipelined(rank: int, size: int, fails: int) -> None:
             model(y).mean().backward()
 
     one_pass()
-    expected_error = [np.array(param.grad) for param in model.params()]
+    expected = [np.array(param.grad) for param in model.params()]
     for point in PLACES[:2]:
         model.fails_at = point if rank == fails else None
         error = ValueError if rank == fails else MismatchError
@@ -296,8 +296,8 @@ def pipelined(rank: int, size: int, fails: int) -> None:
             one_pass()
         model.fails_at = None
         one_pass()
-        for param, expected in zip(model.params(), expected_error, strict=True):
-            np.testing.assert_array_equal(param.grad, expected)
+        for param, expected_grad in zip(model.params(), expected, strict=True):
+            np.testing.assert_array_equal(param.grad, expected_grad)
     assert fl.all_reduce(np.ones(1))[0] == size
 
 
@@ -322,5 +322,5 @@ def interrupted(rank: int, size: int, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["in buckets", "in the background", "sharded"])
 def test_interrupt_in_a_pass_closes_the_group(kind: str) -> None:
-    for run_rank in run_ranks(interrupted, 2, kind, params={"BACKEND": "shm", "TIMEOUT": 20.0}):
-        assert "KeyboardInterrupt" in run_rank
+    for message in run_ranks(interrupted, 2, kind, params={"BACKEND": "shm", "TIMEOUT": 20.0}):
+        assert "KeyboardInterrupt" in message

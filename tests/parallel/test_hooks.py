@@ -100,7 +100,7 @@ def test_full_bucket_is_sent_during_the_pass(rank: int, size: int, inline_bytes:
         assert param.grad.tobytes() == other.grad.tobytes()
     assert reports[:3] == reports[3:]
     assert [index for index, _ in reports[:3]] == [0, 1, 2]
-    first, second, third = (count for _, count in reports[:3])
+    first, second, third = (complete for _, complete in reports[:3])
     assert first[:2] == [False, False]  # gradients of the first layer are complete last
     assert first[3:] == [True, True, True]
     assert not second[0]

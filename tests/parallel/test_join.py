@@ -78,9 +78,9 @@ def gradients(model: Any, x: Any, y: Any) -> list[Any]:
 
 def check(results: list[Any], expected: list[Any], tolerance: float = 1e-10) -> None:
     for got in results:
-        for local, first, want in zip(got, results[0], expected, strict=True):
-            np.testing.assert_array_equal(local, first)
-            np.testing.assert_allclose(local, want, rtol=0, atol=tolerance)
+        for array, first, want in zip(got, results[0], expected, strict=True):
+            np.testing.assert_array_equal(array, first)
+            np.testing.assert_allclose(array, want, rtol=0, atol=tolerance)
 
 
 @contextlib.contextmanager

@@ -365,10 +365,10 @@ def test_check_arithmetic_detects_another_openblas_core_type(tmp_path: Path) -> 
 def test_rows_are_freed_with_their_module() -> None:
     model = Net()
     fl.distribute_module_grads(model, leaves=4)
-    references = weakref.ref(model)
+    reference = weakref.ref(model)
     del model
     gc.collect()
-    assert references() is None
+    assert reference() is None
 
 
 @pytest.mark.parametrize(

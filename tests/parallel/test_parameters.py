@@ -153,10 +153,10 @@ def test_forward_copies_buffers_after_a_rank_replaces_a_buffer(rank: int, size: 
     with pytest.raises(fl.errors.MismatchError, match=r'tree\["running_mean"\] \(rank\(s\) 0: '):
         model(x)
     mean = np.zeros(2)
-    for buffers, other in zip(*fl.all_gather_object(results), strict=True):
-        np.testing.assert_allclose(buffers, mean * 0.9 + np.array([0.1, 0.2]), rtol=1e-6)
+    for first, other in zip(*fl.all_gather_object(results), strict=True):
+        np.testing.assert_allclose(first, mean * 0.9 + np.array([0.1, 0.2]), rtol=1e-6)
         np.testing.assert_allclose(other, mean * 0.9 + np.array([0.2, 0.4]), rtol=1e-6)
-        mean = np.array(buffers)
+        mean = np.array(first)
 
 
 @on_ranks(("shm", 2))

@@ -39,8 +39,8 @@ def test_sampler_step_has_equal_samples_for_any_number_of_ranks(
             for sampler in samplers(n, size, epoch, shuffle=shuffle, seed=5, drop_last=drop_last)
         ]
         for step in range(n // batch if drop_last else -(-n // batch)):
-            local = slice(step * batch // size, (step + 1) * batch // size)
-            taken = set(chain.from_iterable(part[local] for part in parts))
+            share = slice(step * batch // size, (step + 1) * batch // size)
+            taken = set(chain.from_iterable(part[share] for part in parts))
             assert taken == set(order[step * batch : (step + 1) * batch])
         stop = n - n % size if drop_last else n
         assert sorted(chain(*parts)) == sorted(order[:stop])
@@ -169,17 +169,17 @@ def test_drop_last_leaves_equal_numbers_on_every_rank(
     n: int, before: int, after: int, steps: int
 ) -> None:
     first = samplers(n, before, seed=2, drop_last=True)
-    assert {len(value) for value in first} == {n // before}
-    used = list(chain.from_iterable(list(islice(entry, steps)) for entry in first))
+    assert {len(sampler) for sampler in first} == {n // before}
+    used = list(chain.from_iterable(list(islice(sampler, steps)) for sampler in first))
     second = samplers(n, after, seed=2, drop_last=True)
-    for indices in second:
-        indices.load_state_dict(first[0].state_dict())
-    assert len({len(each_value) for each_value in second}) == 1
-    rest = [list(item) for item in second]
-    assert len({len(each_value) for each_value in rest}) == 1
+    for sampler in second:
+        sampler.load_state_dict(first[0].state_dict())
+    assert len({len(sampler) for sampler in second}) == 1
+    rest = [list(sampler) for sampler in second]
+    assert len({len(part) for part in rest}) == 1
     used += chain.from_iterable(rest)
     assert len(set(used)) == len(used)
-    assert {element.consumed for element in second} <= {n, first[0].consumed}
+    assert {sampler.consumed for sampler in second} <= {n, first[0].consumed}
     assert second[0].consumed == n or not rest[0]
 
 
@@ -286,15 +286,13 @@ def test_parts_of_the_ranks_form_the_global_batches(
     rows = TensorDataset([np.arange(n)])
     made = parts(rows, batch, size, shuffle=shuffle, seed=3, drop_last=drop_last)
     order = epoch_order(n, 3, 0) if shuffle else np.arange(n)
-    assert {len(batches_of_rank) for batches_of_rank in made} == {
-        n // batch if drop_last else -(-n // batch)
-    }
+    assert {len(batches) for batches in made} == {n // batch if drop_last else -(-n // batch)}
     for index, items in enumerate(zip(*made, strict=True)):
         global_batch = order[index * batch : (index + 1) * batch]
         assert np.concatenate([x for (x,) in items]).tolist() == global_batch.tolist()
         lengths = [len(x) for (x,) in items]
         assert max(lengths) - min(lengths) <= 1
-        weights = [item.weight(index) for item in made]
+        weights = [batches.weight(index) for batches in made]
         assert weights == [length * size / len(global_batch) for length in lengths]
         means = [x.mean() if len(x) else 0.0 for (x,) in items]
         assert np.average(means, weights=weights) == pytest.approx(global_batch.mean(), rel=1e-14)

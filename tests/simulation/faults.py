@@ -204,8 +204,8 @@ def _held_up(start: Start, faults: Sequence[Fault]) -> set[int]:
     stopped = {value for value in hit if start.processes[value].is_stopped}
     if max(start.progress) > 1 or not stopped:
         return set()
-    message = ((rank, named_in(error)) for rank, error in start.errors.items())
-    return {rank for rank, named in message if named <= hit and named & stopped}
+    named_by = ((rank, named_in(error)) for rank, error in start.errors.items())
+    return {rank for rank, named in named_by if named <= hit and named & stopped}
 
 
 def trial(seed: int, ranks: int = 64) -> tuple[Start, list[Fault], list[str]]:

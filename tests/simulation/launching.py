@@ -156,7 +156,7 @@ def losses(launch: Launch, most: int) -> list[Loss]:
             if host in launch.agents:
                 launch.agents[host].receive(number)
 
-        loss, *calls = random.choice(
+        kind, *calls = random.choice(
             (
                 ("killed", partial(receive, signal.SIGKILL)),
                 ("stopped", partial(receive, signal.SIGSTOP), partial(receive, signal.SIGCONT)),
@@ -167,7 +167,7 @@ def losses(launch: Launch, most: int) -> list[Loss]:
         seconds = random.choice((math.inf, random.uniform(*BRIEF), random.uniform(*LONG)))
         for when, call in zip((at, at + seconds), calls, strict=False):
             world.at(when, call)
-        result.append(Loss(at, loss, host, seconds if len(calls) > 1 else math.inf))
+        result.append(Loss(at, kind, host, seconds if len(calls) > 1 else math.inf))
     return result
 
 

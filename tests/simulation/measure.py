@@ -170,7 +170,7 @@ def of_beginnings() -> dict[str, float]:
     )
     return {
         "FORK": min(seconds for seconds, _ in took),
-        "IMPORT": min(item for _, item in took),
+        "IMPORT": min(seconds for _, seconds in took),
         "FIRST": first - second,
         "ADMITTED": of_admitting(),
         "MAP": of_joining(_MANY, lambda store: ShmBackend(store, 9.0)),
@@ -355,7 +355,7 @@ class _Replayed(Store):
             self._record.add_entries(b"".join([entry(rank, 0, who, texts[rank]) for rank in part]))
         del texts
         payloads = self._record.payloads
-        roster = Roster(Roster.of([payloads[item] for item in range(self.size)]).body)
+        roster = Roster(Roster.of([payloads[rank] for rank in range(self.size)]).body)
         self._record.end()
         return roster
 

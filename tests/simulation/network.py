@@ -131,7 +131,7 @@ class Socket(File):
     def pair(cls, *processes: Process) -> tuple[Socket, Socket]:
         """Return the reading and the writing end of a pipe between ``processes``."""
         processes = processes if len(processes) == 2 else processes * 2
-        ends = [cls.made(item.host, AF_INET, WINDOW_OF_PIPE) for item in processes]
+        ends = [cls.made(process.host, AF_INET, WINDOW_OF_PIPE) for process in processes]
         for end, other, process in zip(ends, ends[::-1], processes, strict=True):
             end.peer, end.is_connected = other, True
             end.descriptor = end.copy(process)

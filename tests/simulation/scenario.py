@@ -249,8 +249,8 @@ def _payloads(number: int, size: int, most: int) -> bytes:
 
 def named_in(error: BaseException) -> set[int]:
     """Return the ranks that an error of a rendezvous names, without its own rank."""
-    output = str(error).partition(": ")[2].replace("where rank 0 sees it", "")
-    numbers = re.findall(r"\branks? (\d+(?:, \d+)*)", output)
+    text = str(error).partition(": ")[2].replace("where rank 0 sees it", "")
+    numbers = re.findall(r"\branks? (\d+(?:, \d+)*)", text)
     return {int(number) for list_ in numbers for number in list_.split(", ")}
 
 

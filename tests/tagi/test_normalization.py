@@ -122,12 +122,12 @@ def test_normalization_kernels_equal_numpy(positions: int) -> None:
                 actual = normalization.standardize(*arguments)
                 expected = in_numpy(normalization.standardize, *arguments)
                 equal(actual, expected, rtol=1e-6, atol=1e-6)
-                for flag in (True, False):
-                    arguments = (actual[0], *arrays[2:4], j, scale, flag)
+                for has_deltas in (True, False):
+                    arguments = (actual[0], *arrays[2:4], j, scale, has_deltas)
                     sums, deltas = normalization.standardize_back(*arguments)
                     sums_2, deltas_2 = in_numpy(normalization.standardize_back, *arguments)
                     close(sums, sums_2)
-                    assert (deltas is None) == (deltas_2 is None) == (not flag)
+                    assert (deltas is None) == (deltas_2 is None) == (not has_deltas)
                     equal(deltas or (), deltas_2 or (), rtol=1e-6, atol=1e-6)
 
 

@@ -35,10 +35,10 @@ def exact_step(
 def test_lstm_steps_equal_pytagi(batch: int, window: int, certain: bool, steps: int) -> None:
     """Only one sample of one time step carries states between steps."""
     x, y = numbers(batch, window), numbers(batch, 1)
-    remote = f"Sequential(LSTM(1, 8, {window}), LSTM(8, 5, {window}), Linear({5 * window}, 1))"
-    independent = remote.replace(f" {window})", f" {window}, window='independent')", 2)
+    plain = f"Sequential(LSTM(1, 8, {window}), LSTM(8, 5, {window}), Linear({5 * window}, 1))"
+    independent = plain.replace(f" {window})", f" {window}, window='independent')", 2)
     var_x = None if certain else np.full(x.shape, 0.2)
-    compare(remote, x, y, np.full(y.shape, 0.3), var_x=var_x, own_network=independent, steps=steps)
+    compare(plain, x, y, np.full(y.shape, 0.3), var_x=var_x, own_network=independent, steps=steps)
 
 
 # --- forward ----------------------------------------------------------------------------------

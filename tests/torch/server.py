@@ -53,8 +53,8 @@ def run(
     outcomes = []
     for rank, file in enumerate(files):
         status, ended = statuses[rank]
-        outputs = file.with_suffix(".said")
-        outcome = json.loads(outputs.read_text()) if outputs.exists() else {}
+        outcome_file = file.with_suffix(".said")
+        outcome = json.loads(outcome_file.read_text()) if outcome_file.exists() else {}
         output = file.read_bytes()[-_LAST_BYTES:].decode(errors="replace")
         code = os.waitstatus_to_exitcode(status)
         outcomes.append({"exitcode": code, "output": output, "ended": ended - began, **outcome})
@@ -92,12 +92,12 @@ def _forked(
     os.dup2(output, 2)
     faulthandler.enable(all_threads=True)
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size), **environ})
-    outputs, code = file.with_suffix(".said"), 0
+    outcome_file, code = file.with_suffix(".said"), 0
     try:
-        outputs.write_text(json.dumps({"returned": function(rank, size, *args)}))
+        outcome_file.write_text(json.dumps({"returned": function(rank, size, *args)}))
     except BaseException as error:  # noqa: BLE001  (whoever started it is told)
         kinds = [kind.__name__ for kind in type(error).__mro__]
-        outputs.write_text(json.dumps({"raised": kinds, "words": str(error)}))
+        outcome_file.write_text(json.dumps({"raised": kinds, "words": str(error)}))
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     # Ends like a program, without the seconds in which torch frees its memory.

@@ -149,8 +149,8 @@ def test_torchrun_starts_programs_on_several_nodes(tmp_path: Path) -> None:
     option = "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=run"
     command = TORCHRUN, OURS, *option, f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(2) as nodes:
-        output = list(nodes.map(lambda node: started(*command, folder=tmp_path / node), "ab"))
-    assert [item.count("4 after 0") for item in output] == [2, 2]
+        outputs = list(nodes.map(lambda node: started(*command, folder=tmp_path / node), "ab"))
+    assert [text.count("4 after 0") for text in outputs] == [2, 2]
 
 
 ENVIRONMENT = """

@@ -62,9 +62,9 @@ def test_signal_makes_all_ranks_dump_during_a_native_wait(tmp_path: Path, init: 
     jobs = run_ranks(hang_then_part, 2, str(folder), init=init, params={"TRACE_DIR": folder})
     assert len(set(jobs)) == 1
     for rank in range(2):
-        result = folder / f"rank{rank}.json"
-        assert stat.S_IMODE(result.stat().st_mode) == 0o600
-        assert json.loads(result.read_text())["job"] == jobs[0]
+        file = folder / f"rank{rank}.json"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert json.loads(file.read_text())["job"] == jobs[0]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {path.name for path in folder.iterdir()} == {"rank0.json", "rank1.json"}
 

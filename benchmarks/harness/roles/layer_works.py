@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Work:
-    """``ours`` and ``theirs`` are expressions that construct the layer in ``fl.nn`` and
+    """``ours`` and ``torch_layer`` are expressions that construct the layer in ``fl.nn`` and
     ``torch.nn``.
 
     ``most``: the input is integers below it. ``is_first``: the input needs no gradient.
