@@ -68,7 +68,7 @@ class Family {
   bool has_ended() const;
 
   double patience_ = 0;
-  std::mutex losing_;  // held while groups end after a loss, so that no group is removed then
+  std::mutex losing_;  // held while a lost rank ends its groups, so that no group is removed meanwhile
   std::mutex mutex_;   // guards the members below; lock order: a pair's mutex, this mutex
   std::map<uint64_t, Mesh*> groups_;
   std::vector<Pair*> connections_;  // index: rank; null if not connected

@@ -1,4 +1,4 @@
-"""Code of the calling program that the ``run`` functions of Ray, Dask and Spark share."""
+"""Functions that ``run`` of Ray, Dask and Spark call in the process of the user."""
 
 from __future__ import annotations
 

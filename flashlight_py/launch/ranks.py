@@ -170,7 +170,7 @@ class RankProcesses:
         return [process.wait() for process in self._processes.values()]
 
     def close(self) -> None:
-        """Read the available output and close the pipes, even if children of ranks may write."""
+        """Read the available output and close the pipes. Children of ranks may still run."""
         for source in list(self._pipes):
             self._drain(source)
             self._close(source)

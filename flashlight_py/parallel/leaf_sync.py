@@ -94,8 +94,8 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
         )
     if group_or_world(sync.reducer.group) is not sync.members:
         raise NotInitializedError(
-            f"{sync.context}: expected the world in which the module was distributed, got another "
-            "one. Call distribute_module_grads again, after distributed_init"
+            f"{sync.context}: expected the world that distributed the module, got another world. "
+            "Call distribute_module_grads again, after distributed_init"
         )
     return sync.leaves_of_step(sync.rows_of(arrays), arrays)
 

@@ -128,8 +128,8 @@ class Embedding(BaseLayer):
             )
         if not -1 <= padding_idx < num_embeddings:
             raise ValueError(
-                f"Embedding: padding_idx must be from 0 to {num_embeddings - 1}, or -1 for none, "
-                f"got {padding_idx}"
+                f"Embedding: padding_idx must be from 0 to {num_embeddings - 1}, or -1 (no "
+                f"padding), got {padding_idx}"
             )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx

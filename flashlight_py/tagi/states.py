@@ -112,7 +112,7 @@ class BaseDeltaStates:
         """
         if source.mean is None or source.variance is None:
             raise ValueError(
-                "copy_from: expected a source with deltas, got none. Set "
+                "copy_from: expected a source with deltas, got an empty source. Set "
                 "input_state_update = True of its network before backward()"
             )
         if num_data > source.size:

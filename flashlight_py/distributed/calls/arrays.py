@@ -101,7 +101,7 @@ def as_array(
 def _unwrap(verb: str, value: Any, writes: bool) -> Array:
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
-            f"{verb}: expected an array without a mask, got a MaskedArray, whose masked elements "
+            f"{verb}: expected an array without a mask, got a MaskedArray. Its masked elements "
             "would be included. Pass x.data, or a copy such as x.filled(0)."
         )
     if getattr(value, "has_history", False):

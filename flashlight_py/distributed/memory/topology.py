@@ -195,10 +195,10 @@ def _read_problem(offer: Sequence[str], own_domain: str) -> str:
 class Card(NamedTuple):
     """The addresses that a rank reports.
 
-    ``host`` identifies the host. Errors show its ``name``, and ``has``: its interfaces as text. If
-    the user chose an ``interface``, ``interface_addresses`` are its addresses. ``sources`` are
-    addresses from which the host sends packets to other hosts, best first. For ``ends`` see
-    ``Store``.
+    ``host`` identifies the host. Errors contain its ``name`` and the text ``has``, which lists its
+    interfaces. If the user chose an ``interface``, ``interface_addresses`` are its addresses.
+    ``sources`` are addresses from which the host sends packets to other hosts, best first. ``ends``
+    is the attribute of ``Store``.
     """
 
     host: str

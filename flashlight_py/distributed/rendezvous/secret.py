@@ -53,11 +53,11 @@ def derived_key(payloads: Roster, key: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Secret:
-    """The secret of this process. ``source`` names its origin in messages.
+    """The secret of this process.
 
-    ``from_job`` is the secret of the job: from the environment, or made by its launcher.
-    ``of_user`` is the secret of the user's processes on this host. ``one_host``: all ranks are on
-    this host.
+    The field ``from_job`` is the job's secret from the environment or its launcher, ``of_user`` the
+    secret of the user's processes on this host (b"" if absent). ``one_host`` is True if all ranks
+    are on this host. ``source`` says in messages where the secret comes from.
     """
 
     from_job: bytes = field(repr=False)

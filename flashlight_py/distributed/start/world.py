@@ -32,7 +32,7 @@ class World:
     device_rule: DeviceRule = field(default_factory=DeviceRule)
     job: str = field(default_factory=new_job)  # name of the job, the same on all ranks
     owner: str = ""  # library that created the world and must end it, or ""
-    threads: int = 0  # BLAS threads of this rank; 0: the host is not shared
+    threads: int = 0  # limit of BLAS threads; 0: none, this rank is alone on its host
 
 
 def _warn_of_missing_init() -> None:

@@ -246,7 +246,7 @@ class _Ahead(Work):
         return self._ended or None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Do nothing. A wait for the call itself raises the error of the comparison."""
+        """Do nothing: ``Work.wait`` of the compared call raises an error of the comparison."""
 
 
 def compared(call: Call, blocking: bool, is_ahead: bool = False) -> Call:
