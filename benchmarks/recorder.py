@@ -33,9 +33,9 @@ def main() -> None:
     rounds = 1 if options.quick else options.rounds
     results = {"native all_reduce": native(rounds), "through Python": through_python(rounds)}
     print("| way | a record, ns |\n| --- | ---: |")
-    for function, values in results.items():
+    for title, values in results.items():
         median = statistics.median(values)
-        print(f"| {function} | {median:.0f} ({min(values):.0f} to {max(values):.0f}) |")
+        print(f"| {title} | {median:.0f} ({min(values):.0f} to {max(values):.0f}) |")
     print("\n- " + ", ".join(f"{name} {value}" for name, value in machine_facts().items()))
     if options.json:
         options.json.write_text(json.dumps({"nanoseconds": results, "machine": machine_facts()}))

@@ -53,14 +53,14 @@ def main() -> None:
 
 def measure(program: Path) -> dict[tuple[int, str], tuple[float, float]]:
     """Return microseconds for filling and for adding, by size and kind of store."""
-    seconds = {}
+    times = {}
     for size in SIZES:
         for stores in WAYS:
             command = [str(program), str(size), stores]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             fill, add = map(float, done.stdout.split())
-            seconds[size, stores] = (fill, add)
-    return seconds
+            times[size, stores] = (fill, add)
+    return times
 
 
 def spread(values: tuple[float, ...]) -> str:

@@ -12,11 +12,11 @@ from flashlight_py.autograd import functions as F
 
 
 def step(model: fl.nn.Module) -> None:
-    for item in model.params():
-        item.grad = np.ones(item.shape)
+    for variable in model.params():
+        variable.grad = np.ones(variable.shape)
     fl.optim.SGDOptimizer(model.params(), lr=0.5).step()
-    for item in model.params():
-        item.zero_grad()
+    for variable in model.params():
+        variable.zero_grad()
 
 
 def assign(model: fl.nn.Module) -> None:

@@ -93,8 +93,8 @@ def start_together(
     They check each result for the ``seconds`` of ``plan``.
     """
     params = plan.pop("params", {})
-    paths = {"path": str(folder / "meeting"), "log": str(folder / "log"), "size": size}
-    plan = {"part": "compute", "init": "file", **paths, **plan}
+    common = {"path": str(folder / "meeting"), "log": str(folder / "log"), "size": size}
+    plan = {"part": "compute", "init": "file", **common, **plan}
     return [ranks.start(r, **plan, **world_of(backend, r, timeout, **params)) for r in range(size)]
 
 

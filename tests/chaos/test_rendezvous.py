@@ -30,9 +30,9 @@ def _shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 def plan(folder: Path, **more: Any) -> dict[str, Any]:
     log = str(folder.parent / "log")
-    paths = {"path": str(folder / "meeting"), "log": log, "env": dict(ENV)}
+    common = {"path": str(folder / "meeting"), "log": log, "env": dict(ENV)}
     params = {"TIMEOUT": TIMEOUT, "BACKEND": "shm"}
-    return {"part": "compute", "init": "file", "seconds": 0.05, "params": params, **paths, **more}
+    return {"part": "compute", "init": "file", "seconds": 0.05, "params": params, **common, **more}
 
 
 @pytest.fixture

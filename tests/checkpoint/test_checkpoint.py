@@ -59,7 +59,7 @@ def test_save_accepts_lists_and_dicts_of_parts(tmp_path: Path, kind: Any) -> Non
             models[1](models[0](fl.input(np.ones((1, 3), np.float32)))).sum().backward()
             for optimizer in optimizers:
                 optimizer.step()
-        schedules = [fl.optim.StepLR(item, 1) for item in optimizers]
+        schedules = [fl.optim.StepLR(optimizer, 1) for optimizer in optimizers]
         schedules[1].step()
         return kind(models), kind(optimizers), kind(schedules)
 

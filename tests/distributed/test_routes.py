@@ -233,7 +233,7 @@ def test_create_listeners_chooses_addresses_by_host_name(
             stack.enter_context(listener)
             for listener in tcp_store.create_listeners(host, 0, 5, one_host)
         ]
-        assert {item.getsockname()[0] for item in listeners} == at
+        assert {listener.getsockname()[0] for listener in listeners} == at
         if at == {"::"}:  # of both versions
             port = listeners[0].getsockname()[1]
             socket.create_connection(("127.0.0.1", port)).close()

@@ -196,10 +196,10 @@ def test_world_of_one_records_native_and_python_calls_alike(rank: int, size: int
     assert work.wait() is x
     fl.all_reduce(x, 2)  # Python scales integers
     assert (x == 2).all()
-    short, long = (item.as_dict() for item in current_world().group.journal.records()[-2:])
+    short, long = (record.as_dict() for record in current_world().group.journal.records()[-2:])
     assert short["line"].startswith("distributed/test_singleton.py:")
     assert (short["number"], long["number"]) == (long["number"] - 1, short["number"] + 1)
-    assert min(value["ended"] - value["started"] for value in (short, long)) >= 0
+    assert min(record["ended"] - record["started"] for record in (short, long)) >= 0
     for record in (short, long):
         for name in ("id", "number", "line", "async", "started", "ended"):
             record.pop(name, None)

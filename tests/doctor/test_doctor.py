@@ -83,7 +83,7 @@ def test_file_system_of_names_the_file_system(tmp_path: Path) -> None:
 def test_rendezvous_folder_reports_all_guarantees_and_leaves_no_files(tmp_path: Path) -> None:
     findings = list(doctor.rendezvous_folder(tmp_path))
     assert [finding.subject for finding in findings] == ["file system", *doctor.GUARANTEES]
-    assert all(item.state is OK for item in findings)
+    assert all(finding.state is OK for finding in findings)
     assert list(tmp_path.iterdir()) == []
 
 

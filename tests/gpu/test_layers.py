@@ -111,12 +111,12 @@ def losses(
     model.to(device)
     optimizer = fl.optim.AdamOptimizer(model.params(), 1e-3, weight_decay=0.01)
     scaler = fl.amp.DynamicScaler(256.0, enabled=half is not None)
-    operands, targets = (to_device(array, device) for array in (x, labels))
+    inputs, targets = (to_device(array, device) for array in (x, labels))
     results = []
     for _ in range(5):
         optimizer.zero_grad()
         with fl.amp.autocast(half or "float16", enabled=half is not None):
-            logits = F.reshape(model(fl.input(operands)), (-1, 10))
+            logits = F.reshape(model(fl.input(inputs)), (-1, 10))
             loss = fl.nn.CategoricalCrossEntropy()(F.log_softmax(logits), fl.no_grad(targets))
         scaler.scale(loss).backward()
         scaler.unscale(optimizer)

@@ -335,7 +335,7 @@ def test_sequential_fuses_linear_and_relu_with_the_same_bits(bias: bool) -> None
         x = param(array)
         result = forward(x)
         result.backward(np.ones(result.shape, "float32"))
-        return [result.array, x.grad, *(item.grad for item in model.params())]
+        return [result.array, x.grad, *(param.grad for param in model.params())]
 
     def one_by_one(x: Variable) -> Variable:
         for position in range(len(model)):

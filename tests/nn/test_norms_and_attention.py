@@ -146,7 +146,7 @@ def test_batch_norm_uses_the_global_batch(rank: int, size: int, first: int) -> N
         y = layer(x)
         y.backward(weights_of(BATCHES[0])[selected])
         grads = [fl.all_reduce(v.grad) if sync else v.grad for v in layer.params()]
-        expected = (y.array, x.grad) if sync else (y.array[rows], x.grad[rows])
-        results.append([*expected, *grads, layer.running_mean, layer.running_var])
+        parts = (y.array, x.grad) if sync else (y.array[rows], x.grad[rows])
+        results.append([*parts, *grads, layer.running_mean, layer.running_var])
     for alone, together in zip(*results, strict=True):
         np.testing.assert_allclose(together, alone, rtol=1e-10, atol=1e-12)

@@ -437,4 +437,4 @@ def crossed_messages(rank: int, size: int) -> str:
 def test_gradients_of_two_messages_are_kept_apart(backend: str) -> None:
     params = {"BACKEND": backend, "TIMEOUT": 1}
     outcomes = run_outcomes(crossed_messages, 2, params=params)
-    assert all(outcome.ok for outcome in outcomes), [item.report() for item in outcomes]
+    assert all(outcome.ok for outcome in outcomes), [outcome.report() for outcome in outcomes]

@@ -159,7 +159,7 @@ def test_worlds_of_different_sizes_share_one_epoch(
             used += taken
         state = through_json(made[0].state_dict())
         assert state["consumed"] == len(used)
-        assert all(item.consumed <= len(used) for item in made)
+        assert all(sampler.consumed <= len(used) for sampler in made)
     order = epoch_order(n, 2, 3).tolist() if shuffle else list(range(n))
     assert sorted(used) == sorted(order)
 

@@ -87,12 +87,12 @@ def continues(net: Any, optimizer: Any, plain: Any, folder: str) -> None:
     """Continue an undivided network from a checkpoint of a divided one, and vice versa."""
     fl.save(folder, module=net, optimizer=optimizer, step=3)
     undivided, other = network(), cut(network())
-    for item in (undivided, other):
-        again = fl.optim.AdamOptimizer(item.params(), 0.5)
-        loaded = fl.load(folder, module=item, optimizer=again)
+    for one in (undivided, other):
+        again = fl.optim.AdamOptimizer(one.params(), 0.5)
+        loaded = fl.load(folder, module=one, optimizer=again)
         assert loaded is not None
         assert loaded.step == 3
-        train(item, again)
+        train(one, again)
     assert_close(other.state_dict(), undivided.state_dict())
     other.load_state_dict(plain.state_dict())
     assert_close(other.state_dict(), plain.state_dict())

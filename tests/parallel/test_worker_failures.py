@@ -82,8 +82,8 @@ def test_ctrl_c_is_raised_while_workers_are_dropped(
 def test_threads_end_dropped_workers_once() -> None:
     """One thread ends each team, because closed descriptors may be reused by other threads."""
     models = [fl.DataParallel(Net(), nprocs=2) for _ in range(2)]
-    for item in models:
-        item(rows(0, 0))
+    for model in models:
+        model(rows(0, 0))
     for _ in range(3):
         dropped = fl.DataParallel(Net(), nprocs=3)
         dropped(rows(0, 0, 0))
@@ -96,10 +96,10 @@ def test_threads_end_dropped_workers_once() -> None:
             model(rows(0, 0)).backward(np.ones((2, 3)))
 
         with ThreadPoolExecutor(2) as threads:
-            for done in [threads.submit(use, value) for value in models]:
+            for done in [threads.submit(use, model) for model in models]:
                 done.result()
-    for item in models:
-        item.close()
+    for model in models:
+        model.close()
 
 
 def _lose_a_worker(model: fl.DataParallel) -> None:

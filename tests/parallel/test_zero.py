@@ -142,8 +142,8 @@ def test_sharded_parameters_raise_for_incompatible_operations(rank: int, size: i
     assert repr(weight) == "Variable(sharded, shape=(3, 3), dtype=float64)"
     copied = copy.deepcopy(model)  # the copy is local to this process
     assert all(type(param) is fl.Variable for param in copied.params())
-    for result in (copied, model, model.eval()):
-        np.testing.assert_equal(result.state_dict(), state)
+    for module in (copied, model, model.eval()):
+        np.testing.assert_equal(module.state_dict(), state)
     with pytest.raises(ValueError, match="load_state_dict"):
         weight.array = state["some.weight"]
     plain.some.weight.register_grad_hook(print)

@@ -26,7 +26,7 @@ def report(ranks: int, seed: int) -> None:
     if start.errors:
         raise next(iter(start.errors.values()))
     first, *others = start.processes
-    busiest = max(others, key=lambda value: value.bytes_sent + value.bytes_received)
+    busiest = max(others, key=lambda process: process.bytes_sent + process.bytes_received)
     for name, process in (("rank 0", first), ("the busiest other rank", busiest)):
         print(
             f"{name}: {process.messages} messages, {process.most_connections} connections, "
@@ -34,7 +34,7 @@ def report(ranks: int, seed: int) -> None:
             f"{process.bytes_received / 1e6:.3g} MB received"
         )
     up, messages = max(start.up.values()), start.world.messages
-    connections = max(item.most_connections for item in start.processes)
+    connections = max(process.most_connections for process in start.processes)
     bodies, memory = start.bodies, first.most_memory
     del start, first, others, busiest, process  # two objects of 100,000 ranks need too much memory
     gc.collect()

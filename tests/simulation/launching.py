@@ -175,7 +175,7 @@ def objections(launch: Launch, losses: Sequence[Loss]) -> str:
     """Return an error unless all remaining hosts have a rank of the same start."""
     lost = {loss.host for loss in losses if loss.seconds > BRIEF[1]}
     # The launcher cannot end ranks on hosts whose agents are stopped or dead.
-    unheard = {item.host for item in losses if item.kind == "stopped" and item.seconds == math.inf}
+    unheard = {loss.host for loss in losses if loss.kind == "stopped" and loss.seconds == math.inf}
     seen = {host: size for host, size in launch.running().items() if host not in unheard}
     is_right = set(range(1, 15)) - lost <= seen.keys() and set(seen.values()) == {len(seen)}
     return "" if is_right else f"{losses} end with ranks of {seen}"

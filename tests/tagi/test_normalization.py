@@ -231,8 +231,8 @@ def test_state_dict_includes_running_statistics() -> None:
     for step in range(3):
         net(numbers(5, 4, seed=step))
     state = net.state_dict()
-    assert [value.size for value in state["BatchNorm2d.1"]] == [3, 3, 0, 0, 3, 3]
-    assert [element.size for element in state["LayerNorm.shortcut.3"]] == [3, 3, 3, 3]
+    assert [array.size for array in state["BatchNorm2d.1"]] == [3, 3, 0, 0, 3, 3]
+    assert [array.size for array in state["LayerNorm.shortcut.3"]] == [3, 3, 3, 3]
     other.load_state_dict(state)
     statistics = net.get_norm_mean_var()
     assert list(statistics) == ["BatchNorm2d()_1", "ResNetBlock(3,3)_3"]

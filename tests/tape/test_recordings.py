@@ -183,7 +183,7 @@ def test_captured_methods_keep_no_instance_alive() -> None:
             trainer.plain(x)
     assert Trainer.plain.replays == before + 15
     assert len(Trainer.plain.programs) == 5
-    references = [weakref.ref(item) for item in trainers] + [
+    references = [weakref.ref(trainer) for trainer in trainers] + [
         weakref.ref(t.weight) for t in trainers
     ]
     del trainer, trainers

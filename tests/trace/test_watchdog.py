@@ -140,6 +140,6 @@ def test_watchdog_start_survives_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(system, "Thread", Interrupted)
     with pytest.raises(SystemExit):
         Watchdog(Flight(tmp_path))
-    (thread,) = (item for item in threading.enumerate() if isinstance(item, Interrupted))
+    (thread,) = (thread for thread in threading.enumerate() if isinstance(thread, Interrupted))
     thread._target.__self__.stop()  # type: ignore[attr-defined]
     assert not errors
