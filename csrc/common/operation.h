@@ -61,7 +61,7 @@ class Transport {
 
   // End the running waits that are past their deadline. Any thread may call it.
   virtual void enforce_deadline() = 0;
-  // End all waits, those of running and of later operations. Any thread may call it.
+  // End all waits of running operations, and each wait that starts later. Any thread may call it.
   virtual void stop() = 0;
   // Return the failure of an operation that threw an unexpected exception with the text `what`.
   virtual Failure explain(const std::string& what) = 0;

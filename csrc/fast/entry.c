@@ -13,8 +13,8 @@ enum { HAVE_VECTORCALL = 1 << 11 };
 #define ARGUMENTS_OFFSET ((size_t)1 << (8 * sizeof(size_t) - 1))
 typedef PyObject *(*vectorcall)(PyObject *self, PyObject *const *args, size_t count, PyObject *keywords);
 
-/* Indices of arguments. 1 to 7: arguments of native_call after the verb, or 1 to PAIR: those of
-   native_sendrecv. GROUP: the group. ONLY_IN_PYTHON: native code does not take the argument. */
+/* Indices of arguments. 1 to 7 are the arguments of native_call after the verb; for native_sendrecv, 1 to PAIR
+   are all arguments. GROUP is the group. ONLY_IN_PYTHON marks an argument that only Python handles. */
 enum { ONLY_IN_PYTHON, PAIR = 6, GROUP = 8, PLACES, MOST_PARAMETERS = 8 };
 
 /* A parameter. `place`: index of its argument. If ONLY_IN_PYTHON, native code only allows `fallback`. */

@@ -56,7 +56,7 @@ def test_rank_filter_treats_a_process_as_rank_0_before_init() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "name"),
+    ("args", "kind", "name"),
     [
         ({"rank": "0"}, TypeError, "rank"),
         ({"rank": True}, TypeError, "rank"),
@@ -64,6 +64,6 @@ def test_rank_filter_treats_a_process_as_rank_0_before_init() -> None:
         ({"pass_level": "ERROR"}, TypeError, "pass_level"),
     ],
 )
-def test_rank_filter_raises_for_wrong_arguments(arguments: Any, kind: type[Any], name: str) -> None:
+def test_rank_filter_checks_options(args: dict[str, Any], kind: type[Exception], name: str) -> None:
     with pytest.raises(kind, match=f"RankFilter: {name} must be"):
-        fl.RankFilter(**arguments)
+        fl.RankFilter(**args)

@@ -226,7 +226,7 @@ SGD = "sgd", ((LR,), 0.0)
         (([],), (*MEMORY, ("momentum", ((LR,), 0.9, 0.0, 0.0))), IndexError, "range"),
     ],
 )
-def test_step_raises_for_wrong_arguments(states: Any, source: Any, error: Any, match: str) -> None:
+def test_step_checks_operands(states: Any, source: Any, error: type[Exception], match: str) -> None:
     variable = param(np.ones(1))
     variable.grad = np.ones(1)
     with pytest.raises(error, match=match):

@@ -29,7 +29,7 @@ def softmax(x: Input, axis: int = -1) -> Variable:
 
 
 def log_softmax(x: Input, axis: int = -1) -> Variable:
-    """Return ``log(softmax(x))`` along ``axis``. Shape and errors are those of :func:`softmax`."""
+    """Return ``log(softmax(x))`` along ``axis``. Shape and errors are as in :func:`softmax`."""
     return _softmax("log_softmax", x, axis)
 
 

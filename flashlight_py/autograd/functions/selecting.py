@@ -153,7 +153,7 @@ def sort(x: Input, axis: int = -1) -> Variable:
 
 
 def pad(x: Input, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> Variable:
-    """Return ``x`` with elements added around each dimension. Arguments are those of ``numpy.pad``.
+    """Return ``x`` with elements added around each dimension. Arguments are as in ``numpy.pad``.
 
     ``mode`` is ``"constant"``, or a mode that copies elements of ``x``: ``"edge"``, ``"reflect"``,
     ``"symmetric"`` or ``"wrap"``.

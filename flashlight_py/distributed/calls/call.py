@@ -64,9 +64,9 @@ class Call:
             this rank raises ValueError after all ranks have called.
         blocking: True if the caller waits for the result. Its thread may then run the operation.
         seconds: Timeout in seconds; None: the timeout of the group.
-        part_of: Operation in ``COMPOSED`` of which this call is a step; "": none. The call matches
-            only steps of the same operation on other ranks. Otherwise a step of an object verb
-            could match a call of a user, which would then get wrong numbers.
+        part_of: Name of an operation in ``COMPOSED``, if this call is a step of it, else "". Only
+            steps of the same operation match. If a step of an object verb matched a call of the
+            user, the user would get wrong numbers.
         partial: True if a receive accepts fewer rows than ``array`` has. They fill its first rows.
         patience: Seconds after which a receive returns None if no message has arrived. Negative: no
             limit.
@@ -79,8 +79,8 @@ class Call:
             without comparing. ``array`` may be on a GPU. The result of the call is the first
             dimension on every rank if shapes may differ, dtype and shape of a part for a scatter,
             else None.
-        holds: Dtype and shape that the user passed, if ``array`` has others: dates are reduced as
-            integers, and parts of a scatter may contain their dtype as bytes.
+        holds: Dtype and shape that the user passed, if they differ from ``array``: dates are
+            reduced as integers, and parts of a scatter may contain their dtype as bytes.
         refusal: Error text if this rank rejects its arguments, else "". Then the call moves no
             data, and other ranks raise ``MismatchError`` instead of waiting.
         is_ahead: True if a comparison may end before the other ranks join. Only a backend that

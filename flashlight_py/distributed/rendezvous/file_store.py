@@ -214,8 +214,8 @@ class FileStore(TreeStore):
         self._announced: Name | None = None
         self._announcement = Announcement(this_process(), [], "")
         self.next_poll = 0.0
-        # Names of other runs. ``_earlier``: runs that had files before this run. ``_alive``: runs
-        # whose rank 0 is alive. ``_contacted``: runs whose rank 0 this rank 0 has contacted.
+        # Names of other runs. ``_earlier``: their files existed before this run. ``_alive``: their
+        # rank 0 is alive. ``_contacted``: rank 0 of this run has contacted their rank 0.
         self._earlier: set[str] = set()
         self._alive: set[str] = set()
         self._contacted: set[str] = set()

@@ -76,8 +76,8 @@ class WireError(Exception):
 class Greeting(NamedTuple):
     """A client's rank, its world size, and its process.
 
-    ``listens_at`` is the address and port where the client listens, or ``LEAF``; "" without a tree.
-    ``lost_parent`` is the rank of a parent that the client has lost; ANY_RANK: none.
+    In a tree, ``listens_at`` is the client's listening address and port, or ``LEAF``. Else "".
+    ``lost_parent`` is the rank of the lost parent, or ANY_RANK if the client has lost no parent.
     """
 
     rank: int

@@ -63,7 +63,7 @@ def group_or_world(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def set_world(world: World | None) -> None:
-    """Make ``world`` the current world. None stands for the world of this process alone."""
+    """Make ``world`` the current world. If it is None, this process forms a world of one rank."""
     global _world  # noqa: PLW0603 (global by design)
     _world = world
     _ALONE.group.open_fast_path()  # no warning of a missing ``distributed_init`` from now on
@@ -163,8 +163,8 @@ class RankFilter(logging.Filter):
     records of child loggers do not pass through it.
 
     Args:
-        rank: The only rank of the world whose records pass, such as 0. None: every rank.
-        local_rank: The only rank on each host whose records pass, such as 0. None: every rank.
+        rank: If not None, only records of this rank of the world pass.
+        local_rank: If not None, only records of this rank on each host pass.
         pass_level: Records of this level or a higher one pass on every rank, for example
             ``logging.ERROR``. None: no level has this effect.
 
