@@ -11,8 +11,9 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.device import floating
 from tests.autograd.cases import CASES, Case
 from tests.nn.oracle import Oracle, compare
+from tests.tables import for_each
 
-EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+EVERY_CASE = for_each("case", CASES)
 
 
 @EVERY_CASE
@@ -21,7 +22,7 @@ def test_gradient_equals_central_differences(case: Case) -> None:
 
 
 @EVERY_CASE
-@pytest.mark.parametrize("size", [0, 1])
+@for_each("size", [0, 1])
 def test_gradient_has_the_input_shape_if_sizes_are_small(case: Case, size: int) -> None:
     sizes = {n for array in case.arrays for n in array.shape}
     for cut in (*({n} for n in sizes), sizes):
@@ -36,7 +37,7 @@ def test_gradient_has_the_input_shape_if_sizes_are_small(case: Case, size: int) 
 
 
 @EVERY_CASE
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@for_each("dtype", ["float32", "float64"])
 def test_value_and_gradient_equal_torch(case: Case, dtype: str, oracle: Oracle) -> None:
     variables = [param(array.astype(dtype)) for array in case.arrays]
     named = dict(zip("abcdefghi", variables, strict=False))
@@ -45,7 +46,7 @@ def test_value_and_gradient_equal_torch(case: Case, dtype: str, oracle: Oracle) 
     compare(oracle, code, ours, named, *tolerance, **case.extra)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@for_each("dtype", ["float16", "bfloat16", "float32"])
 @EVERY_CASE
 def test_results_keep_the_dtype_and_gradients_share_no_memory(case: Case, dtype: str) -> None:
     variables = [param(array.astype(floating(dtype, ""))) for array in case.arrays]
@@ -67,8 +68,8 @@ def test_cases_cover_every_function() -> None:
         assert any(case == name or case.startswith(name + "_") for case in names), name
 
 
-@pytest.mark.parametrize("name", ["sum", "max", "min", "mean", "var", "cumsum"])
-@pytest.mark.parametrize(("shape", "axis"), [((0,), 0), ((1, 0), 0), ((1, 0), 1), ((2, 0, 3), -2)])
+@for_each("name", ["sum", "max", "min", "mean", "var", "cumsum"])
+@for_each("shape axis", [((0,), 0), ((1, 0), 0), ((1, 0), 1), ((2, 0, 3), -2)])
 def test_reductions_of_empty_axes_equal_numpy(name: str, shape: tuple[int, ...], axis: int) -> None:
     x = np.ones(shape)
     try:
@@ -173,8 +174,8 @@ class TestCrossEntropy:
         loss = F.categorical_cross_entropy(logs, input(labels), "none")
         np.testing.assert_allclose(loss.array, np.full((3, 2), np.log(4)))
 
-    @pytest.mark.parametrize(
-        ("labels", "reduction", "error", "match"),
+    @for_each(
+        "labels reduction error match",
         [
             (np.array([0, 3]), "mean", ValueError, r"targets of 0..2, or .* got target 3"),
             (np.array([0, -2]), "mean", ValueError, "target -2"),
@@ -190,8 +191,8 @@ class TestCrossEntropy:
             F.categorical_cross_entropy(input(np.zeros((2, 3))), input(labels), reduction)
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
+@for_each(
+    "call match",
     [
         (lambda x: F.linear(x, input(np.ones((2, 5)))), r"\[\.\.\., 5\].*got \(3, 4\)"),
         (lambda x: F.linear(x, x, input(np.ones(4))), r"bias of shape \(3,\).*got \(4,\)"),
@@ -241,8 +242,8 @@ def test_topk_returns_values_and_indices() -> None:
     assert not indices.calc_grad
 
 
-@pytest.mark.parametrize(
-    ("x", "largest"),
+@for_each(
+    "x largest",
     [
         (np.array([0, 5, 3, 5], "u1"), [1, 3, 2]),
         (np.array([-(2**63), 0, 5]), [2, 1, 0]),
@@ -262,7 +263,7 @@ def test_norm_has_slope_zero_at_zero() -> None:
         np.testing.assert_array_equal(gradient(F.norm(x, p, 1), x), np.zeros((2, 3)))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int32", "uint64"])
+@for_each("dtype", ["uint8", "int32", "uint64"])
 def test_indices_may_have_any_integer_dtype(dtype: str) -> None:
     """The array has 600 elements, more than an 8-bit index can count."""
     x, index = np.arange(600.0).reshape(200, 3), np.array([[0, 150, 199]]).astype(dtype)
@@ -281,7 +282,7 @@ def test_softmax_accepts_unsigned_integers(function: Any) -> None:
         np.testing.assert_array_equal(function(input(integers)).array, expected)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.bool_, np.int64])
+@for_each("dtype", [np.uint8, np.bool_, np.int64])
 def test_mean_squared_error_casts_integer_targets(dtype: Any) -> None:
     x = Variable(np.full(2, 0.5, np.float32), calc_grad=True)
     loss = F.mean_squared_error(x, input(np.array([1, 0]).astype(dtype)))
@@ -307,8 +308,8 @@ def test_functions_accept_empty_batches(shape: tuple[int, ...]) -> None:
         assert gradient(function(x), x).shape == shape
 
 
-@pytest.mark.parametrize(
-    ("function", "arrays", "error", "words"),
+@for_each(
+    "function arrays error words",
     [
         # The factor counts as a constant, so the gradient is half of the full derivative.
         (lambda x: x * x.array, [np.ones(2)], AssertionError, "input 0, element 0: expected"),
@@ -358,8 +359,8 @@ def test_std_has_slope_zero_at_zero() -> None:
     np.testing.assert_array_equal(gradient(F.std(x, 1), x), np.zeros((2, 3)))
 
 
-@pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "symmetric", "wrap"])
-@pytest.mark.parametrize("width", [1, (2, 1), ((0, 1), (2, 0))])
+@for_each("mode", ["constant", "edge", "reflect", "symmetric", "wrap"])
+@for_each("width", [1, (2, 1), ((0, 1), (2, 0))])
 def test_pad_equals_numpy_and_central_differences(mode: str, width: Any) -> None:
     x = np.arange(12.0).reshape(3, 4)
     np.testing.assert_array_equal(F.pad(x, width, mode).array, np.pad(x, width, mode))

@@ -12,6 +12,7 @@ from flashlight_py.dataset import (
     ShuffleDataset,
     TensorDataset,
 )
+from tests.tables import for_each
 
 X = np.arange(14.0).reshape(7, 2)
 Y = np.arange(7)
@@ -36,8 +37,8 @@ DATASETS = pytest.mark.parametrize(
 
 
 @DATASETS
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 8])
-@pytest.mark.parametrize("policy", ["include_last", "skip_last"])
+@for_each("batch_size", [1, 2, 3, 7, 8])
+@for_each("policy", ["include_last", "skip_last"])
 def test_batch_dataset_keeps_the_order(dataset: Dataset, batch_size: int, policy: str) -> None:
     batches = BatchDataset(dataset, batch_size, policy)  # type: ignore[arg-type]
     stop = 7 if policy == "include_last" else 7 // batch_size * batch_size
@@ -147,7 +148,7 @@ def test_resample_dataset_accepts_no_indices() -> None:
     assert values(ResampleDataset(BASE, [])) == []
 
 
-@pytest.mark.parametrize("indices", [[10], [-1], [0.5], [[0, 1]], [True, False]])
+@for_each("indices", [[10], [-1], [0.5], [[0, 1]], [True, False]])
 def test_resample_dataset_raises_value_error_for_invalid_indices(indices: list[int]) -> None:
     with pytest.raises(ValueError, match="got"):
         ResampleDataset(BASE, indices)

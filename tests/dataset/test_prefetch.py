@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from flashlight_py.dataset import BatchDataset, Dataset, PrefetchDataset, TensorDataset
+from tests.tables import for_each
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +40,9 @@ class Recording(Dataset):
         return (index,)
 
 
-@pytest.mark.parametrize("threads", [0, 1, 3])
-@pytest.mark.parametrize("prefetch_size", [1, 4, 100])
-@pytest.mark.parametrize("size", [0, 1, 20])
+@for_each("threads", [0, 1, 3])
+@for_each("prefetch_size", [1, 4, 100])
+@for_each("size", [0, 1, 20])
 def test_prefetch_keeps_order_and_content(threads: int, prefetch_size: int, size: int) -> None:
     dataset = PrefetchDataset(Recording(size), threads, prefetch_size)
     for _ in range(2):
@@ -155,7 +156,7 @@ ENDS: dict[str, tuple[type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("failure", ENDS)
+@for_each("failure", ENDS)
 def test_prefetch_raises_if_a_worker_process_raises_exits_or_is_killed(failure: str) -> None:
     error, message = ENDS[failure]
     results = []
@@ -166,9 +167,7 @@ def test_prefetch_raises_if_a_worker_process_raises_exits_or_is_killed(failure: 
     assert [index for index, *_ in results] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("bad", "workers"), [(0, "threads"), (3, "threads"), (9, "threads"), (3, "processes")]
-)
+@for_each("bad workers", [(0, "threads"), (3, "threads"), (9, "threads"), (3, "processes")])
 def test_prefetch_raises_an_error_at_its_sample(bad: int, workers: Any) -> None:
     iterator = iter(PrefetchDataset(Failing(10, bad, "raise"), 3, 6, workers))
     assert [next(iterator)[0] for _ in range(bad)] == [*range(bad)]
@@ -198,8 +197,8 @@ def test_workers_end_if_an_iteration_is_left_early(workers: Any) -> None:
             break
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@for_each(
+    "options message",
     [
         ({"threads": -1}, "got threads="),
         ({"prefetch_size": 0}, "got threads="),

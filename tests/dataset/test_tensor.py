@@ -8,6 +8,7 @@ import pytest
 
 from flashlight_py import DistributedDataContainer, ShardedDataset
 from flashlight_py.dataset import BatchDataset, Dataset, PrefetchDataset, TensorDataset
+from tests.tables import for_each
 
 X = np.arange(12.0).reshape(4, 3)
 Y = np.arange(4)
@@ -41,19 +42,19 @@ def test_tensor_dataset_negative_index_counts_from_the_end() -> None:
     assert TensorDataset([Y])[np.int64(-4)] == (0,)
 
 
-@pytest.mark.parametrize("index", [4, -5, 100])
+@for_each("index", [4, -5, 100])
 def test_tensor_dataset_raises_index_error_out_of_range(index: int) -> None:
     with pytest.raises(IndexError, match=rf"must be in \[-4, 4\), got {index}"):
         TensorDataset([X])[index]
 
 
-@pytest.mark.parametrize("index", [1.0, "1", None])
+@for_each("index", [1.0, "1", None])
 def test_tensor_dataset_raises_type_error_if_the_index_is_no_integer(index: object) -> None:
     with pytest.raises(TypeError):
         TensorDataset([X])[index]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("arrays", [[], [X, Y[:3]], [np.float64(1)]])
+@for_each("arrays", [[], [X, Y[:3]], [np.float64(1)]])
 def test_tensor_dataset_raises_value_error_for_unequal_lengths(arrays: list[np.ndarray]) -> None:
     with pytest.raises(ValueError, match="array"):
         TensorDataset(arrays)

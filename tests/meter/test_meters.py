@@ -10,6 +10,7 @@ import pytest
 
 from flashlight_py.meter import AverageValueMeter, CountMeter, Meter, MSEMeter, TimeMeter, TopKMeter
 from flashlight_py.structure import Structured
+from tests.tables import for_each
 
 SCORES = np.array([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.4, 0.35, 0.25]])
 TARGETS = np.array([1, 1, 0, 2])
@@ -25,7 +26,7 @@ def meter_of(values: Any, weights: Any = None) -> AverageValueMeter:
     return meter
 
 
-@pytest.mark.parametrize(("k", "percent"), [(1, 25.0), (2, 50.0), (3, 100.0)])
+@for_each("k percent", [(1, 25.0), (2, 50.0), (3, 100.0)])
 def test_top_k_counts_targets_among_the_highest_scores(k: int, percent: float) -> None:
     meter = TopKMeter(k)
     meter.add(SCORES[:2], TARGETS[:2])
@@ -42,8 +43,8 @@ def test_top_k_counts_ties_but_not_nan() -> None:
     assert broken.value() == 0
 
 
-@pytest.mark.parametrize(
-    ("output", "target"),
+@for_each(
+    "output target",
     [
         (SCORES, TARGETS[:3]),
         (SCORES[0], TARGETS[:1]),
@@ -149,8 +150,8 @@ def timed(unit: bool, seconds: float, units: int) -> Meter:
     return meter
 
 
-@pytest.mark.parametrize(
-    ("parts", "together"),
+@for_each(
+    "parts together",
     [
         ([counted(0, 1), counted(1)], [1, 2]),
         ([ranked(slice(0, 1)), ranked(slice(1, 4))], 25.0),
@@ -162,7 +163,6 @@ def timed(unit: bool, seconds: float, units: int) -> Meter:
             pytest.approx(meter_of(VALUES[:13], [1] * 10 + [2, 3, 4]).value(), rel=1e-12),
         ),
     ],
-    ids=["count", "top k", "mse", "time", "time per unit", "average"],
 )
 def test_sum_of_states_equals_the_state_of_all_data(parts: list[Meter], together: object) -> None:
     before = repr([part.value() for part in parts])
@@ -241,7 +241,7 @@ def test_average_meter_applies_weights() -> None:
     assert weight == 6
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32])
+@for_each("dtype", [np.float32, np.float64, np.int32])
 def test_average_meter_counts_each_element_of_an_array(dtype: type) -> None:
     values = (10 * VALUES).astype(dtype)
     by_array, one_by_one = AverageValueMeter(), meter_of(values.astype(float))

@@ -15,11 +15,12 @@ from flashlight_py.optim import cpu, optimizer
 from flashlight_py.optim.cpu import INVERSE, LR
 from tests.cupy_stand_in import StandInCupy
 from tests.optim.test_optimizers import RULES, Make
+from tests.tables import for_each
 
 MODULE = cpu.optimizer_kernels()
 pytestmark = pytest.mark.skipif(MODULE is None, reason="csrc/optim was not built")
 
-EVERY_RULE = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+EVERY_RULE = for_each("make", RULES.values(), RULES)
 EVERY_SET = pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512"])
 SIZES = [*range(71), 2048, 5001]
 
@@ -188,8 +189,8 @@ def test_options_can_change_between_steps() -> None:
     assert variable.data.tolist() == [-2.0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
+@for_each(
+    "arguments error match",
     [
         ((("sgd", (1.0,)), (np.ones(1), np.ones(1)), 1.0), ValueError, "unknown rule sgd with 1"),
         ((("other", ()), (np.ones(1), np.ones(1)), 1.0), ValueError, "unknown rule other"),
@@ -207,8 +208,8 @@ MEMORY = np.ones(1), np.zeros(1, np.int64), None
 SGD = "sgd", ((LR,), 0.0)
 
 
-@pytest.mark.parametrize(
-    ("states", "source", "error", "match"),
+@for_each(
+    "states source error match",
     [
         ((), (*MEMORY, ("adam", (0.0,) * 9)), ValueError, "adam expects 2 states, got 0"),
         ((), (*MEMORY, None), TypeError, "a rule is"),
@@ -252,7 +253,7 @@ def test_decay_of_one_raises_before_any_change(has_native: bool, without: Any) -
 
 
 @EVERY_RULE
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@for_each("dtype", ["float32", "float64"])
 def test_prepared_steps_have_the_bits_of_steps(make: Make, dtype: str) -> None:
     sizes = [3, 100, 1, 30]
     eager, other = (make([param(array) for array in draw(0, dtype, sizes)]) for _ in "ab")
@@ -271,7 +272,7 @@ def test_prepared_steps_have_the_bits_of_steps(make: Make, dtype: str) -> None:
     assert bits(other) == bits(eager)
 
 
-@pytest.mark.parametrize("case", unusual())
+@for_each("case", unusual())
 def test_prepared_uses_python_for_unsupported_arrays(case: str) -> None:
     def make() -> Any:
         array, grad = unusual()[case]

@@ -13,6 +13,7 @@ from flashlight_py.autograd import Variable, param
 from flashlight_py.nn import Linear
 from flashlight_py.structure import Structured
 from tests.nn.oracle import Oracle
+from tests.tables import for_each
 
 Make = Callable[[list[Variable]], optim.FirstOrderOptimizer]
 
@@ -50,7 +51,7 @@ DECAYING: dict[str, Make] = {
     "adadelta_decay": lambda p: optim.AdadeltaOptimizer(p, weight_decay=0.1),
 }
 RULES = EVERY | DECAYING
-MAKES = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
+MAKES = for_each("make", EVERY.values(), EVERY)
 
 
 def parameters(dtype: str = "float64") -> list[Variable]:
@@ -86,7 +87,7 @@ y = torch.cat([tensor.detach().ravel() for tensor in tensors])
 """
 
 
-@pytest.mark.parametrize(("make", "name", "options"), [item[1:] for item in SETTINGS])
+@for_each("make name options", [item[1:] for item in SETTINGS])
 def test_steps_equal_torch(make: Make, name: str, options: Any, oracle: Oracle) -> None:
     a, b = (v.array for v in parameters())
     c, d = (np.stack(grads) for grads in zip(*map(gradients, range(5)), strict=True))
@@ -275,8 +276,8 @@ def test_steps_and_rates_change_no_structure(make: Make, monkeypatch: pytest.Mon
     assert names == ["weight_decay"]
 
 
-@pytest.mark.parametrize(
-    ("state", "match"),
+@for_each(
+    "state match",
     [
         ({"lr": 0.1}, r"expected the entries \['lr', 'velocity'\], got \['lr'\]"),
         ({"lr": 0.1, "velocity": [np.zeros((2, 3))]}, "of 2 parameters, got 1"),
@@ -308,9 +309,9 @@ def test_lr_can_be_changed(make: Make) -> None:
         optimizer.lr = "0.1"  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("make", [optim.SGDOptimizer, optim.AdamOptimizer])
-@pytest.mark.parametrize(
-    ("params", "lr", "error", "match"),
+@for_each("make", [optim.SGDOptimizer, optim.AdamOptimizer])
+@for_each(
+    "params lr error match",
     [
         ([], 0.1, ValueError, "at least one parameter"),
         ([1.0], 0.1, TypeError, "got float in it"),
@@ -329,8 +330,8 @@ def test_optimizers_raise_for_invalid_arguments(
         make(params, lr)
 
 
-@pytest.mark.parametrize(
-    ("make", "match"),
+@for_each(
+    "make match",
     [
         (lambda p: optim.SGDOptimizer(p, 0.1, momentum=-1), "momentum must be at least 0"),
         (lambda p: optim.SGDOptimizer(p, 0.1, weight_decay=-1), "weight_decay must be at least 0"),

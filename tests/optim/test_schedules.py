@@ -11,6 +11,7 @@ import flashlight_py as fl
 from flashlight_py import optim
 from tests.distributed.conformance import on_ranks
 from tests.nn.oracle import Oracle
+from tests.tables import for_each
 
 BASE, STEPS = 0.8, 13
 T = np.arange(STEPS)
@@ -49,7 +50,7 @@ for _ in range(13):
     o.step()
     schedule.step()
 """
-EACH = pytest.mark.parametrize("name", SCHEDULES)
+EACH = for_each("name", SCHEDULES)
 
 
 def optimizer_of_rate(rate: float = BASE) -> optim.SGDOptimizer:
@@ -251,7 +252,7 @@ def test_load_state_dict_changes_nothing_if_the_formula_raises() -> None:
 METRICS = [5.0, 4, 4, 4, 3.999, 4, 3, 3, 3, 3, 3, float("nan"), 2.9, 3, 3, 3, 3, 3, 3, 3]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options",
     [
         {"patience": 2},

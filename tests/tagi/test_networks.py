@@ -15,6 +15,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.tagi import OutputUpdater, Sequential
 from tests.cupy_stand_in import StandInArray
+from tests.tables import for_each
 from tests.tagi.helpers import equal, network
 
 # Layers with 4 outputs, and the shape of a sample.
@@ -110,7 +111,7 @@ def test_outputs_are_on_the_gpu_if_inputs_are(strict: Any) -> None:
     assert isinstance(flat, np.ndarray)
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@for_each("flat", [False, True])
 @EACH_UPDATE
 @EACH
 def test_empty_batch_changes_nothing(name: str, update: str, flat: bool) -> None:
@@ -134,7 +135,7 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@for_each("layout", LAYOUTS)
 @EACH
 def test_inputs_of_any_layout_and_dtype_give_the_same_step(name: str, layout: str) -> None:
     """pytagi ignores strides, and rejects float64 by a list of C++ signatures."""
@@ -144,9 +145,7 @@ def test_inputs_of_any_layout_and_dtype_give_the_same_step(name: str, layout: st
     equal(other.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
-)
+@for_each("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @EACH
 def test_copy_of_a_network_is_independent(name: str, copied: Callable[[Any], Any]) -> None:
     net, x = made(name), batch(name)

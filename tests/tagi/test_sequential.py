@@ -10,6 +10,7 @@ import pytest
 from flashlight_py import tagi
 from flashlight_py.errors import BackendUnavailableError
 from flashlight_py.tagi import nn
+from tests.tables import for_each
 from tests.tagi.helpers import equal, learn, observe
 from tests.tagi.oracle import run_both
 
@@ -34,8 +35,8 @@ def test_outputs_are_flat_if_inputs_are_flat() -> None:
     equal(net.output_to_host(), flat[0])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int64", "bool"])
-@pytest.mark.parametrize("layout", ["C", "F", "strided", "reversed", "read-only", "list"])
+@for_each("dtype", ["float16", "float32", "float64", "int8", "int64", "bool"])
+@for_each("layout", ["C", "F", "strided", "reversed", "read-only", "list"])
 def test_forward_accepts_any_dtype_and_layout(dtype: str, layout: str) -> None:
     plain = (np.arange(24).reshape(6, 4) % 5 > 2).astype(dtype)
     x: Any = {
@@ -78,8 +79,8 @@ def test_forward_accepts_changing_batch_sizes() -> None:
         equal(net.parameters(), alone.parameters())
 
 
-@pytest.mark.parametrize(
-    ("x", "message"),
+@for_each(
+    "x message",
     [
         (
             np.zeros((6, 5)),
@@ -98,7 +99,7 @@ def test_forward_with_wrong_size_names_the_layer_and_changes_nothing(x: Any, mes
     equal(net(X)[0], expected)
 
 
-@pytest.mark.parametrize("x", [np.zeros((6, 4), complex), [["a"] * 4] * 6, None, [None] * 4])
+@for_each("x", [np.zeros((6, 4), complex), [["a"] * 4] * 6, None, [None] * 4])
 def test_forward_raises_type_error_for_inputs_that_are_not_real(x: Any) -> None:
     with pytest.raises(TypeError, match="mu_x: expected real numbers, got an array of"):
         network()(x)
@@ -107,8 +108,8 @@ def test_forward_raises_type_error_for_inputs_that_are_not_real(x: Any) -> None:
             network()(X, x)
 
 
-@pytest.mark.parametrize(
-    ("var_x", "message"),
+@for_each(
+    "var_x message",
     [
         (np.full((6, 3), 0.1), r"var_x: expected shape \(6, 4\), .* got \(6, 3\)"),
         (np.full((4, 6), 0.1), r"var_x: expected shape \(6, 4\), .* got \(4, 6\)"),
@@ -381,7 +382,7 @@ def test_network_rejects_a_layer_that_occurs_twice() -> None:
     assert net(np.ones((2, 3)))[0].shape == (2, 3)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "layer",
     [lambda: nn.Conv2d(2, 3, 3), lambda: nn.BatchNorm2d(2), lambda: nn.LayerNorm((2, 4, 4))],
 )
