@@ -139,7 +139,7 @@ def test_activation_moments_match_random_draws(name: str) -> None:
         "exponential": np.exp,
     }[name]
     moments = {**EXACT, "exponential": activations.exponential}[name]
-    normal = np.random.default_rng(0).standard_normal(1_000_000)
+    normal = np.random.default_rng(0).standard_normal(250_000)
     for m, v in [(0, 1), (0.7, 0.3), (-0.7, 0.3), (1.2, 0.1), (-1.5, 2), (0.2, 0.25)]:
         z = m + math.sqrt(v) * normal
         a = function(z)
@@ -178,12 +178,6 @@ def test_activation_is_linearised_at_the_mean(name: str) -> None:
     ):
         assert actual.dtype == REAL
         equal(actual, expected, rtol=1e-6, atol=2e-7)
-
-
-def test_relu_is_linearised_in_a_network() -> None:
-    net = fl.tagi.Sequential(fl.tagi.ReLU())
-    mean, variance = net(np.array([[-2.0, 3.0, 0.0]]), np.array([[1.0, 2.0, 3.0]]))
-    equal((mean, variance, net.output_z_buffer.jcb), ([[0, 3, 0]], [[0, 2, 0]], [0, 1, 0]))
 
 
 def test_even_exp_is_finite_for_large_inputs() -> None:
@@ -328,15 +322,6 @@ def test_even_exp_transforms_every_second_unit() -> None:
     assert (out.slope[:, ::2] == 1).all()
     equal(out.slope[:, 1::2], out.mean[:, 1::2])
     equal(before.slope[:, 1::2], x.variance[:, 1::2] * out.mean[:, 1::2], rtol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Remax", "ClosedFormSoftmax", "Softmax"])
-def test_softmax_activations_equal_pytagi(name: str) -> None:
-    """As many samples as classes: otherwise pytagi's Softmax uses wrong elements."""
-    network = f"Sequential(Linear(4, 8), ReLU(), Linear(8, 5), {name}())"
-    y = np.eye(5, dtype=REAL)
-    compare(network, numbers(5, 4), y, np.full((5, 5), 0.1, REAL), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

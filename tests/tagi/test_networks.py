@@ -173,7 +173,7 @@ def test_copy_of_a_network_is_independent(name: str, copied: Callable[[Any], Any
     equal(net.state_dict(), other.state_dict())
 
 
-@EACH
+@for_each("name", ["images", "recurrent", "embedded"])
 def test_network_resumes_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     uninterrupted, resumed, x = made(name), made(name, 1), batch(name)
     learn(uninterrupted, x, 2)

@@ -84,23 +84,6 @@ def test_normalization_matches_formulas(case: str, bias: bool) -> None:
     assert layer.backward(d, e, False) is None
 
 
-@for_each("case", CASES)
-def test_normalization_accepts_channel_first_images(case: str) -> None:
-    make, shape, _, _ = CASES[case]
-    x, results = states(*shape), []
-    for swapped in (False, True):
-        layer = drawn(make())
-        layer.connect(shape[1:])
-        parts = (x.mean, x.variance, x.slope)
-        if swapped:
-            parts = channels_first(*parts)
-        out = layer.forward(BaseHiddenStates(*parts))
-        d, e = layer.backward(numbers(*shape, seed=3), numbers(*shape, seed=4), True)
-        results.append((out.mean, out.variance, d, e, layer.weight.mean_sum))
-    for first, second in zip(*results, strict=True):
-        close(second, first)
-
-
 @needs_kernels
 @for_each("positions", [8, 16, 21, 40])
 def test_normalization_kernels_equal_numpy(positions: int) -> None:
