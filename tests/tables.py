@@ -9,6 +9,11 @@ from typing import Any
 Test = Callable[..., None]
 
 
+def label_of(row: Any) -> str:
+    name = getattr(row, "name", getattr(row, "__name__", None))
+    return str(name) if name else reprlib.repr(row)
+
+
 def for_each(
     names: str, rows: Iterable[Any], ids: Iterable[str] | None = None
 ) -> Callable[[Test], Test]:
@@ -19,7 +24,7 @@ def for_each(
     has the traceback of the first failed row.
     """
     arguments, table = names.split(), list(rows)
-    labels = [*ids] if ids else [reprlib.repr(getattr(row, "name", row)) for row in table]
+    labels = [*ids] if ids else [label_of(row) for row in table]
 
     def decorated(test: Test) -> Test:
         @functools.wraps(test)
