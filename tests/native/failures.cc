@@ -15,19 +15,6 @@ size_t some_size(Random& random) {
 
 }  // namespace
 
-void test_leaving(Random& random) {
-  const int ranks = 2 + static_cast<int>(random.below(7)), leaver = static_cast<int>(random.below(ranks));
-  const int calls = static_cast<int>(random.below(4));
-  const size_t floats = some_size(random);
-  const std::string what = " leaves after " + std::to_string(calls) + " calls of " + std::to_string(floats) + " floats";
-  in_world(ranks, floats, rank_of(leaver, ranks) + what, [&](Member& me, int rank) {
-    for (int i = 0; i < calls; ++i) me.expect(me.call(), FL_OK, {});
-    if (rank == leaver) return;
-    me.expect(me.call(), FL_PEER_LOST, {leaver});
-    me.expect(me.call(), FL_CLOSED, {});
-  });
-}
-
 // Memory in test_leaving_after_a_small_part that cannot be read until a rank has left.
 namespace {
 char* withheld;
@@ -66,54 +53,6 @@ void test_leaving_after_a_small_part() {
   });
   sigaction(SIGSEGV, &before, nullptr);
   munmap(memory, kWithheldBytes);
-}
-
-// Some ranks are late: the other ranks name them, and the late ranks raise.
-void test_lateness(Random& random) {
-  const int ranks = random.one_in(4) ? 40 : 2 + static_cast<int>(random.below(7));
-  const int late = 1 + static_cast<int>(random.below(ranks - 1)), early = ranks - late;
-  const size_t floats = some_size(random);
-  const std::string what = std::to_string(late) + " of " + std::to_string(ranks) + " ranks are late for ";
-  Latch joined(ranks), gave_up(early);
-  in_world(ranks, floats, what + std::to_string(floats) + " floats", [&](Member& me, int rank) {
-    joined.count_down();
-    joined.wait();
-    if (rank < early) {
-      const Outcome outcome = me.call(0.3);
-      gave_up.count_down();
-      // On a busy machine an early rank may be late for another one.
-      check(outcome.status == FL_TIMEOUT || outcome.status == FL_PEER_LOST, "no timeout");
-      for (int r = early; outcome.status == FL_TIMEOUT && r < std::min(ranks, early + 20); ++r) {
-        const auto& missing = outcome.missing;
-        check(std::count(missing.begin(), missing.end(), r) == 1, "a late rank is not named");
-      }
-    } else {
-      gave_up.wait();
-      Outcome outcome = me.call();
-      if (outcome.status == FL_OK) outcome = me.call();  // small data had been sent
-      check(outcome.status == FL_PEER_LOST || outcome.status == FL_TIMEOUT, "a late rank goes on");
-    }
-    me.expect(me.call(), FL_CLOSED, {});
-  });
-}
-
-// A rank calls, so that other ranks start, and then does nothing.
-void test_stopping_half_way(Random& random) {
-  const int ranks = 2 + static_cast<int>(random.below(5)), stopper = static_cast<int>(random.below(ranks));
-  Latch gave_up(ranks - 1);
-  in_world(ranks, 300000, rank_of(stopper, ranks) + " stops half way", [&](Member& me, int rank) {
-    if (rank == stopper) {
-      check(me.group->begin(me.signature, me.data.data(), kForever), "cannot begin");
-      gave_up.wait();
-      const Outcome outcome = outcome_of(fl::handle_of(me.group->finish(me.signature, me.data.data(), nullptr)));
-      check(outcome.status == FL_PEER_LOST || outcome.status == FL_TIMEOUT, "it goes on");
-    } else {
-      const Outcome outcome = me.call(0.2);
-      check(outcome.status == FL_PEER_LOST || outcome.status == FL_TIMEOUT, "no timeout");
-      gave_up.count_down();
-    }
-    me.expect(me.call(), FL_CLOSED, {});
-  });
 }
 
 // Closing ends running and queued operations; handles outlive the group.

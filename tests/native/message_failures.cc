@@ -1,4 +1,4 @@
-// Messages whose other end leaves, dies, or waits for another message.
+// Messages whose other end or group ends.
 #include <signal.h>
 
 #include "failures.h"
@@ -18,27 +18,6 @@ std::string told(const Outcome& outcome) {
 }
 
 }  // namespace
-
-// Both ends use different tags and have different timeouts: the first end to give up names both tags.
-void test_wrong_tag(Random& random) {
-  const bool sender_is_first = random.one_in(2), started = random.one_in(2);
-  const std::string what = "a message has another tag than the receiver's, and the ";
-  const std::string who = sender_is_first ? "sender" : "receiver";
-  in_world(2, some_size(random), what + who + " gives up", [&](Member& me, int rank) {
-    const bool first = (rank == 0) == sender_is_first;
-    const int verb = rank == 0 ? FL_SEND : FL_RECV, tag = rank == 0 ? 3 : 7;
-    const double seconds = first ? 1.5 : kForever;
-    const Outcome outcome = started ? outcome_of(me.start(verb, 1 - rank, tag, seconds))
-                                    : me.run(verb, 1 - rank, tag, seconds);
-    if (!first) return me.expect(outcome, FL_PEER_LOST, {1 - rank});
-    me.expect(outcome, FL_TIMEOUT, {1 - rank});
-    const std::string wanted =
-        rank == 0 ? "rank 1 is receiving with tag 7, this rank sends with tag 3"
-                  : "rank 0 is sending with tag 3, this rank receives with tag 7";
-    check(outcome.message == wanted, told(outcome));
-    me.expect(me.call(), FL_CLOSED, {});
-  });
-}
 
 // Started messages end, including queued ones, and handles outlive the group.
 void test_closing_with_messages(Random& random) {
@@ -68,21 +47,6 @@ void test_closing_with_messages(Random& random) {
   });
 }
 
-// Ranks that wait for the leaving rank raise; other ranks continue.
-void test_leaving_with_messages(Random& random) {
-  const int ranks = 3 + static_cast<int>(random.below(3));
-  const std::string what = "a rank leaves without the message that others wait for";
-  in_world(ranks, some_size(random), what, [&](Member& me, int rank) {
-    if (rank == ranks - 1) return;
-    if (rank > 1) return me.expect(me.run(FL_RECV, ranks - 1, rank), FL_PEER_LOST, {ranks - 1});
-    const int other = 1 - rank;
-    for (int i = 0; i < 10; ++i) {
-      me.expect(me.run(rank == 0 ? FL_SEND : FL_RECV, other, i), FL_OK, {});
-      me.expect(me.run(rank == 0 ? FL_RECV : FL_SEND, other, i), FL_OK, {});
-    }
-  });
-}
-
 // A failed collective ends the messages of its rank.
 void test_breaking_with_messages(Random& random) {
   Latch ready(2), over(2);
@@ -98,22 +62,6 @@ void test_breaking_with_messages(Random& random) {
     check(ended, "a message goes on: " + told(end));
     me.expect(me.run(FL_SEND, 1 - rank, 5), FL_CLOSED, {});
     over.count_down();
-  });
-}
-
-void test_interrupted_message(Random& random) {
-  const bool sends = random.one_in(2);
-  Latch over(1);
-  in_world(2, some_size(random), "a signal handler ends the wait for a message", [&](Member& me, int rank) {
-    if (rank == 1) {
-      over.wait();
-      me.expect(me.run(FL_RECV, 0, 2), FL_PEER_LOST, {0});
-      return;
-    }
-    me.group->on_interrupt([] { return 1; });
-    me.expect(me.run(sends ? FL_SEND : FL_RECV, 1, 1), FL_CLOSED, {});
-    over.count_down();
-    me.expect(me.call(), FL_CLOSED, {});
   });
 }
 
