@@ -1,4 +1,4 @@
-// Ranks that leave, close their group or are killed: the other ranks detect it.
+// Ranks that leave or close their group: the other ranks detect it. Rounds of tests/chaos kill ranks.
 #pragma once
 
 #include "random.h"
@@ -10,15 +10,11 @@ void test_leaving_after_a_small_part();
 void test_closing_while_busy(Random& random);
 void test_closing_in_a_handler(Random& random);
 void test_out_of_memory();
-void test_kill(Random& random);
 void test_going_ahead(Random& random);
 void test_going_too_far_ahead();
 
-// The same while messages are in transit: message_failures.cc.
 void test_closing_with_messages(Random& random);
 void test_breaking_with_messages(Random& random);
-void test_killed_messenger(Random& random);
-void test_many_open(Random& random);
 void test_late_refusal(Random& random);
 
 }  // namespace stress

@@ -38,7 +38,7 @@ void one_world(uint64_t seed, const Course& course) {
     const auto group = world.join(rank);
     Player(*group, rank, world.regions).play(script.steps[rank]);
   };  // and leave at once, while other ranks may continue
-  course.processes ? in_processes(course.ranks, -1, run) : in_threads(course.ranks, run);
+  course.processes ? in_processes(course.ranks, run) : in_threads(course.ranks, run);
 }
 
 // Mostly 1 to 8 ranks with arrays of several chunks; occasionally many ranks.
@@ -66,16 +66,10 @@ void failures(Random& random, long rounds) {
     test_closing_while_busy(random);
     test_closing_in_a_handler(random);
     test_closing_with_messages(random);
-    test_many_open(random);
     test_going_ahead(random);
-    if (!kOneAddress) {
-      test_kill(random);
-      test_killed_messenger(random);
-    }
     if (i % 8 == 0) test_breaking_with_messages(random);
   }
   unsetenv("FLASHLIGHT_CHECKS");
-  test_many_open(random);
   test_late_refusal(random);
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   test_out_of_memory();  // the sanitizers' allocators end the program instead
