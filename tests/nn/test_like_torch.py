@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.autograd import native
-from tests.nn.oracle import Oracle, weights_of
+from tests.nn.oracle import Oracle, weights_of, without_kernels
 from tests.nn.oracle import compare as compare_with_torch
 from tests.tables import for_each
 from tests.tape.steps import compare, training
@@ -478,15 +478,12 @@ EMPTY: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("words", EMPTY)
-def test_layers_raise_value_error_for_empty_batches(
-    words: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not kernels:
-        monkeypatch.setattr(native, "_kernel", lambda name: None)
+@for_each("context", [nullcontext, without_kernels])
+@for_each("words", EMPTY)
+def test_layers_raise_value_error_for_empty_batches(words: str, context: Any) -> None:
     name, shape = words.split(": ")
-    with pytest.raises(ValueError, match=f"^{name}: .*{re.escape(shape.strip())}"):
+    match = f"^{name}: .*{re.escape(shape.strip())}"
+    with context(), pytest.raises(ValueError, match=match):
         EMPTY[words](fl.input(np.ones((0, 4, 8), np.float32)))
 
 
