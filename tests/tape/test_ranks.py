@@ -17,6 +17,7 @@ import flashlight_py as fl
 from flashlight_py.parallel import fully_sharded, functional
 from tests.distributed.harness import run_outcomes, run_ranks
 from tests.launch.launcher import launch, write
+from tests.tables import for_each
 from tests.tape.steps import assert_same_bits, compare, regression, training
 
 STEPS = 12
@@ -409,9 +410,9 @@ def one_rank_stays_eager(rank: int, size: int) -> None:
     assert_same_bits(model.state_dict(), expected.state_dict())
 
 
-@pytest.mark.parametrize("program", [all_verbs, joined, one_row_per_rank, one_rank_stays_eager])
-def test_captured_step_of_two_ranks_equals_eager(program: Callable[..., None]) -> None:
-    run_ranks(program, 2)
+@for_each("program", [all_verbs, joined, one_row_per_rank, one_rank_stays_eager])
+def test_captured_step_of_two_ranks_equals_eager(program: Callable[..., None], pool: Any) -> None:
+    pool(2, params={"BACKEND": "shm"}).run(program)
 
 
 def lose_a_peer(rank: int, size: int) -> str:
@@ -456,10 +457,11 @@ def test_replay_reduces_over_the_current_world(tmp_path: Path) -> None:
     run_ranks(replay_after_shutdown, 2, str(tmp_path))
 
 
-@pytest.mark.parametrize("run", [partial(profile_replays, 0), partial(run_ranks, profile_replays)])
-def test_profile_of_a_replay_has_its_collectives(run: Any, tmp_path: Path) -> None:
-    run(1 + (run.func is run_ranks), str(tmp_path / "trace.json"))
-    assert "all_reduce" in (tmp_path / "trace.json").read_text(encoding="utf-8")
+@for_each("size", [1, 2])
+def test_profile_of_a_replay_has_its_collectives(size: int, tmp_path: Path, pool: Any) -> None:
+    path = tmp_path / f"{size}.json"
+    pool(size, params={"BACKEND": "shm"}).run(profile_replays, str(path))
+    assert "all_reduce" in path.read_text(encoding="utf-8")
 
 
 # Trains from the last checkpoint. A rank kills itself before it replays step 12.
@@ -503,6 +505,7 @@ if fl.get_world_rank() == 0:
 """
 
 
+@pytest.mark.slow
 def test_restarted_job_captures_again(tmp_path: Path) -> None:
     script = write(tmp_path, PROGRAM)
     results = []
