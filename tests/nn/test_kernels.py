@@ -148,7 +148,7 @@ def test_kernels_propagate_nan() -> None:
     assert np.isnan(F.attention(q, q, q).array).all()
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@for_each("causal", [False, True])
 def test_attention_with_mask_equals_torch(causal: bool, oracle: Oracle) -> None:
     """A query whose keys are all masked gets 0. torch returns nan."""
     may = MAY.copy()
@@ -183,7 +183,7 @@ def test_attention_does_not_store_all_scores() -> None:
     assert peak < 2**20
 
 
-@pytest.mark.parametrize("shape", [(100_000,), (50, 20, 10, 10)])
+@for_each("shape", [(100_000,), (50, 20, 10, 10)])
 def test_dropout_zeroes_the_expected_share(shape: tuple[int, ...]) -> None:
     fl.set_seed(0)
     x = fl.param(np.ones(shape, "float32"))
@@ -319,6 +319,7 @@ for limited in (step, lambda a, b: conv2d(a, b, padding=1)):
 """
 
 
+@pytest.mark.slow
 def test_kernel_raises_memory_error_without_memory() -> None:
     command = [sys.executable, "-c", TOO_LARGE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
