@@ -138,6 +138,12 @@ _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 1000  # as long as our errors
 
 
+def slow(*rows: Any) -> list[Any]:
+    """Return ``rows`` of parameters, which are tuples or single values, with the marker slow."""
+    tuples = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in tuples]
+
+
 DTYPES = [
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "bfloat16", "float32", "float64", "longdouble"),

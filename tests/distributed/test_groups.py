@@ -186,7 +186,8 @@ def test_shutdown_closes_the_groups_of_the_world(rank: int, size: int) -> None:
 SHORT, MOST = 0.3, 60.0  # seconds: the group's, and far less than the world's
 LONG = (1e10, 1e300, float("inf"))  # beyond the range of clocks and locks
 
-of_three = on_ranks(("gloo", 3), ("shm", 3), slow=[("hierarchical", 3), ("mpi", 3)])
+THREE = ("gloo", 3), ("shm", 3), ("hierarchical", 3), ("mpi", 3)
+of_three = on_ranks(*THREE[:2], slow=THREE[2:])
 
 
 def waits_in_vain(group: Any, verb: str) -> None:
@@ -198,7 +199,7 @@ def waits_in_vain(group: Any, verb: str) -> None:
     assert SHORT * 0.9 < time.monotonic() - began < MOST
 
 
-@of_three
+@on_ranks(THREE[1], slow=[THREE[0], *THREE[2:]])
 def test_group_operations_use_the_timeout_of_the_group(rank: int, size: int) -> None:
     made = [fl.new_group([2, 0, 1], timeout=SHORT), fl.split(0, timeout=np.float32(SHORT))]
     made.append(fl.new_group([0, 1], timeout=SHORT))
@@ -211,7 +212,7 @@ def test_group_operations_use_the_timeout_of_the_group(rank: int, size: int) -> 
         group.close()
 
 
-@of_three
+@on_ranks(THREE[0], slow=THREE[1:])
 def test_group_limit_changes_its_timeout(rank: int, size: int) -> None:
     group = fl.new_group(range(size))
     group.limit(MOST)
@@ -225,14 +226,14 @@ def test_group_limit_changes_its_timeout(rank: int, size: int) -> None:
     group.close()
 
 
-@on_ranks(("gloo", 2), ("shm", 2), fresh=True)
+@on_ranks(("gloo", 2), slow=[("shm", 2)], fresh=True)
 def test_group_limit_changes_the_timeout_of_the_world(rank: int, size: int) -> None:
     world = current_world().group
     world.limit(SHORT)
     if rank == 0:
         waits_in_vain(fl, "all_reduce")
     else:
-        time.sleep(4 * SHORT)
+        time.sleep(3 * SHORT)
     with pytest.raises(fl.errors.DistributedError):
         fl.all_reduce(np.ones(2))
     initialize.leave()

@@ -16,7 +16,7 @@ from flashlight_py.distributed.rendezvous import environment
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings, read_init_method
 from tests.distributed import jobs
-from tests.distributed.conformance import on_ranks
+from tests.distributed.conformance import on_ranks, slow
 from tests.distributed.harness import mpirun_command, run_ranks
 from tests.distributed.jobs import free_port
 from tests.distributed.processes import limit_descriptors, process_state
@@ -27,12 +27,8 @@ import sys
 import numpy as np
 import flashlight_py as fl
 
-method, *rest = sys.argv[1:]
-if method == "file":
-    file, rank, size = rest[0], int(rest[1]), int(rest[2])
-    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": file})
-else:
-    fl.distributed_init(None if method == "auto" else fl.DistributedInit[method.upper()])
+method = sys.argv[1]
+fl.distributed_init(None if method == "auto" else fl.DistributedInit[method.upper()])
 x = fl.all_reduce(np.full(3, fl.get_world_rank() + 1.0))
 place = fl.get_world_rank(), fl.get_world_size(), fl.get_local_rank(), fl.get_local_size()
 # One write: the lines of ranks that share a pipe must not be mixed.
@@ -48,8 +44,12 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def start(*args: str, **variables: str) -> subprocess.Popen[str]:
-    return jobs.start([*MAIN, *args], variables)
+def start(method: str, **variables: str) -> subprocess.Popen[str]:
+    return jobs.start([*MAIN, method], variables)
+
+
+def start_two(method: str, **variables: str) -> list[subprocess.Popen[str]]:
+    return [start(method, RANK=str(rank), WORLD_SIZE="2", **variables) for rank in range(2)]
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
@@ -63,44 +63,34 @@ def expected(size: int) -> set[str]:
     return {f"({r}, {size}, {r}, {size}) {[total] * 3} SHM" for r in range(size)}
 
 
-@pytest.mark.parametrize("method", ["auto", "mpi"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("method", "size"), [("auto", 2), *slow(("mpi", 4))])
 def test_distributed_init_works_under_mpirun(method: str, size: int) -> None:
     command = [*mpirun_command(size), *MAIN, method]
     (output,) = finish([jobs.start(command)])
     assert set(output.splitlines()) == expected(size)
 
 
-def test_distributed_init_works_with_a_shared_file(tmp_path: Path) -> None:
-    path = str(tmp_path / "meet")
-    got = finish([start("file", path, str(rank), "3") for rank in range(3)])
-    assert set(got) == expected(3)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("method", ["auto", "env"])
+@pytest.mark.parametrize("method", ["auto", *slow("env")])
 def test_distributed_init_reads_the_variables_of_torchrun(method: str) -> None:
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
-    got = finish([start(method, RANK=str(rank), **where) for rank in range(3)])
-    assert set(got) == expected(3)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    assert set(finish(start_two(method, **where))) == expected(2)
 
 
-@pytest.mark.parametrize("has_one_host", [True, False])
+@pytest.mark.parametrize("has_one_host", [True, *slow(False)])
 def test_init_avoids_the_port_of_the_torchrun_agent(tmp_path: Path, has_one_host: bool) -> None:
     """The ranks meet in the user's folder, or at another port."""
     with socket.create_server(("127.0.0.1", 0)) as agent:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.getsockname()[1])}
         where |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "XDG_RUNTIME_DIR": str(tmp_path)}
-        where |= {"WORLD_SIZE": "3", **({"LOCAL_WORLD_SIZE": "3"} if has_one_host else {})}
-        got = finish([start("auto", RANK=str(rank), **where) for rank in range(3)])
-    assert set(got) == expected(3)
+        where |= {"LOCAL_WORLD_SIZE": "2"} if has_one_host else {}
+        got = finish(start_two("auto", **where))
+    assert set(got) == expected(2)
     left = [] if has_one_host else ["flashlight-secret"]
     assert [path.name for path in tmp_path.iterdir()] == left
 
 
 def test_distributed_init_combines_variables_with_a_file(tmp_path: Path) -> None:
-    where = {"FLASHLIGHT_FILE": str(tmp_path / "meet"), "WORLD_SIZE": "2"}
-    got = finish([start("env", RANK=str(rank), **where) for rank in range(2)])
+    got = finish(start_two("env", FLASHLIGHT_FILE=str(tmp_path / "meet")))
     assert set(got) == expected(2)
     assert list(tmp_path.iterdir()) == []
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import hosts_by_letter, on_ranks, ranks_in
+from tests.distributed.conformance import hosts_by_letter, on_ranks, ranks_in, slow
 
 ranks = ranks_in(("gloo", 4), ("shm", 4), ("hierarchical", 5), slow=[("mpi", 4)])
 
@@ -166,17 +166,19 @@ def test_group_may_be_closed_at_once(rank: int, size: int) -> None:
         fl.split(rank % 2).close()
 
 
+SHORT: dict[str, Any] = {"params": {"TIMEOUT": 1}}
 # The last rank is on the host of rank 0.
 SAME_HOST: dict[str, Any] = {"env": hosts_by_letter("aba")}
+TAGGED: list[Any] = [
+    *((("shm", 2, SHORT), True), (("mpi", 2, SHORT), False), (("gloo", 2, SHORT), False)),
+    *((("hierarchical", 3, SHORT, SAME_HOST), True), (("hierarchical", 3, SHORT), False)),
+]
 
 
-@pytest.mark.parametrize("sends", [True, False])
-@on_ranks(
-    ("gloo", 2),
-    slow=[("shm", 2), ("mpi", 2), ("hierarchical", 3, SAME_HOST), ("hierarchical", 3)],
-    fresh=True,
-    params={"TIMEOUT": 1},
+@pytest.mark.parametrize(
+    ("ranks", "sends"), [(("gloo", 2, SHORT), True), *slow(*TAGGED)], indirect=["ranks"]
 )
+@on_ranks(fresh=True)
 def test_timeout_error_names_both_tags_if_they_differ(rank: int, size: int, sends: bool) -> None:
     last, x = size - 1, np.zeros(20_000)
     first, second = (fl.send, fl.recv) if sends else (fl.recv, fl.send)

@@ -19,7 +19,7 @@ from flashlight_py.distributed import api
 from flashlight_py.distributed.verbs import VERBS
 from flashlight_py.parallel import functional
 from tests.distributed import conformance
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import BACKENDS, slow
 
 LIMIT = 30  # seconds that the ranks wait
 PROMPT = 5.0  # seconds: far below LIMIT, far above the normal time
@@ -242,14 +242,11 @@ def world_of(backend: str) -> tuple[int, dict[str, Any]]:
 
 
 SETS = {"verbs": ROWS, "forms": FORMS, "goes on": GOES_ON}
-SLOW = list(itertools.product(("gloo", "hierarchical", "mpi"), ("verbs", "forms")))
-CASES = [
-    pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ())
-    for case in itertools.product(("shm", "gloo", "hierarchical", "mpi"), SETS)
-]
+FAST = [("shm", "verbs"), ("shm", "forms"), ("gloo", "goes on")]
+OTHERS = {*itertools.product(("shm", "gloo", "hierarchical", "mpi"), SETS)} - {*FAST}
 
 
-@pytest.mark.parametrize(("backend", "which"), CASES)
+@pytest.mark.parametrize(("backend", "which"), [*FAST, *slow(*sorted(OTHERS))])
 def test_ctrl_c_in_a_verb_ends_the_group(backend: str, which: str, pool: Any) -> None:
     size, options = world_of(backend)
     # MPI makes progress only in a wait.

@@ -3,14 +3,14 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import on_ranks
+from tests.distributed.conformance import on_ranks, slow
 from tests.distributed.test_interrupted_verbs import LIMIT, MANY, PROMPT, Group, Verb, ones, pair
 
 IN_SHUTDOWN = r"it waits in distributed_shutdown\(\) and has not begun this message"
@@ -71,12 +71,18 @@ GIVEN: dict[str, tuple[Verb, Callable[[int], int]]] = {
     ),
 }
 
-WORLDS: list[Any] = [("shm", 4), ("hierarchical", 4), ("gloo", 3), ("mpi", 3)]
+SIZES = {"shm": 4, "hierarchical": 4, "gloo": 3, "mpi": 3}
+WORLDS: list[Any] = [(name, n, {"params": {"TIMEOUT": LIMIT}}) for name, n in SIZES.items()]
 
 
 def everywhere(fast: int = 1, fresh: bool = True) -> Any:
-    """Return a decorator that runs a test in all worlds. All but the first world are slow tests."""
-    return on_ranks(*WORLDS[:fast], slow=WORLDS[fast:], fresh=fresh, params={"TIMEOUT": LIMIT})
+    """Return a decorator that runs a test in all worlds, as a slow test after ``fast`` worlds."""
+    return on_ranks(*WORLDS[:fast], slow=WORLDS[fast:], fresh=fresh)
+
+
+def in_some(names: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return each of ``names`` in two of the four worlds."""
+    return [(WORLDS[i % 4], name) for j, name in enumerate(names) for i in (j, j + 1 + j % 3)]
 
 
 def call_once_more(group: Group, rounds: int, async_op: bool) -> str:
@@ -95,7 +101,7 @@ def call_once_more(group: Group, rounds: int, async_op: bool) -> str:
 
 def wait_for_one_that_left(group: Group, name: str) -> None:
     if group.rank == group.size - 1:
-        time.sleep(0.2)  # before rank 0 leaves, or soon after
+        time.sleep(0.05)  # before rank 0 leaves, or soon after
     began = time.monotonic()
     with pytest.raises(fl.errors.PeerLostError, match="lost rank 0"):
         MESSAGES[name](group)
@@ -128,18 +134,15 @@ def test_message_wait_raises_peer_lost_error_if_the_peer_closes(rank: int, size:
         fl.barrier()
 
 
-FAST = {"send of 4 MB", "recv", "sync_distributed"}  # the other operations repeat these cases
-
-
 @pytest.mark.parametrize(
-    "name",
+    ("ranks", "name"),
     [
-        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
-        for name in MESSAGES
-        if name not in FROM_ANY
+        *((WORLDS[0], name) for name in ("send of 4 MB", "recv")),
+        *slow(*in_some(name for name in MESSAGES if name not in FROM_ANY)),
     ],
+    indirect=["ranks"],
 )
-@everywhere(fast=2)
+@on_ranks(fresh=True)
 def test_message_wait_raises_peer_lost_error_at_shutdown(rank: int, size: int, name: str) -> None:
     """Rank 0 shuts down. Other ranks wait for its messages in the world or in another group."""
     group = fl.new_group(range(size))
@@ -162,7 +165,7 @@ def test_peer_lost_error_says_how_many_fewer_calls_the_rank_made(rank: int, size
 
 
 @pytest.mark.parametrize("rounds", [0, 3])
-@everywhere(fast=4)
+@everywhere(fast=2)
 def test_error_names_a_rank_that_shut_down_earlier(rank: int, size: int, rounds: int) -> None:
     for _ in range(rounds):
         fl.all_reduce(ones())
@@ -174,27 +177,26 @@ def test_error_names_a_rank_that_shut_down_earlier(rank: int, size: int, rounds:
         fl.distributed_shutdown()
 
 
-QUICK = {"recv of any rank", "isend"}
+WAITS = [
+    *((wait_for_any_that_left, name) for name in FROM_ANY),
+    *((wait_behind_others, name) for name in BEHIND),
+]
 
 
 @pytest.mark.parametrize(
-    ("wait", "name"),
-    [
-        pytest.param(wait, name, marks=() if name in QUICK else pytest.mark.slow)
-        for wait, names in ((wait_for_any_that_left, FROM_ANY), (wait_behind_others, BEHIND))
-        for name in names
-    ],
+    ("ranks", "wait"), [(WORLDS[0], WAITS[0]), *slow(*in_some(WAITS))], indirect=["ranks"]
 )
-@everywhere()
-def test_message_wait_ends_if_other_ranks_leave(rank: int, size: int, wait: Any, name: str) -> None:
+@on_ranks(fresh=True)
+def test_message_wait_ends_if_other_ranks_leave(rank: int, size: int, wait: Any) -> None:
     group = fl.new_group(range(size))
     if rank == size - 1:
-        wait(group, name)
+        wait[0](group, wait[1])
     with contextlib.suppress(fl.errors.DistributedError):
         fl.distributed_shutdown()
 
 
-@everywhere()
+@pytest.mark.slow
+@everywhere(fast=2)
 def test_receive_from_any_rank_waits_for_the_remaining_ranks(rank: int, size: int) -> None:
     """Ranks shut down after their send. The next sender waits longer than a wait in vain."""
     if rank == 0:
@@ -205,19 +207,17 @@ def test_receive_from_any_rank_waits_for_the_remaining_ranks(rank: int, size: in
             work.wait()
             sources.add(work.source)
         assert sources == {*range(1, size)}
-        time.sleep(1.5)
+        time.sleep(1.0)
     else:
-        time.sleep(1.2 * (rank - 1))
+        time.sleep(0.8 * (rank - 1))
         fl.send(ones(), 0)
     fl.distributed_shutdown()
 
 
-@pytest.mark.parametrize("name", GIVEN)
-@on_ranks(("gloo", 3), ("shm", 4), slow=[("hierarchical", 4)], params={"TIMEOUT": LIMIT})
-def test_data_arrives_if_the_sender_closes_the_group(rank: int, size: int, name: str) -> None:
+@on_ranks(WORLDS[2], WORLDS[0], slow=[WORLDS[1]])
+def test_data_arrives_if_the_sender_closes_the_group(rank: int, size: int) -> None:
     """Each rank closes the group as soon as the wait for its own part has returned."""
-    call, expected = GIVEN[name]
-    for _ in range(50 if size == 3 else 10):
+    for call, expected in [*GIVEN.values()] * (25 if size == 3 else 5):
         with contextlib.closing(fl.new_group(range(size))) as group:
             work = call(group)
             result = work and work.wait()
@@ -229,14 +229,14 @@ def test_messages_sent_before_a_shutdown_arrive(rank: int, size: int) -> None:
     """Rank 0 shuts down with messages in flight. A message without a receiver causes no error."""
     last, got = size - 1, np.zeros(1 << 19)
     if rank == 0:
-        for _ in range(3):
+        for _ in range(2):
             fl.isend(np.ones(got.size), last)
         fl.irecv(ones(), last, tag=7)
     if rank == last:
         fl.irecv(ones(), 0, tag=8)
         fl.isend(ones(), 0, tag=9)
-        for _ in range(3):
-            time.sleep(0.7)  # longer than a wait in vain would last
+        for _ in range(2):
+            time.sleep(0.6)  # longer than a wait in vain would last
             assert fl.recv(got, 0)[-1] == 1
             got[:] = 0
     fl.distributed_shutdown()

@@ -151,15 +151,15 @@ LAYOUTS = [("contiguous", "sum"), ("reversed", "max"), ("fortran", "max")]  # ma
 
 
 def test_movement_verbs_accept_any_dtype(ranks: Any) -> None:
-    for dtype in map(dtype_of, MOVED):
-        calls = every_verb(ranks.size, dtype, [2], MOVING, [3], LAYOUTS)
-        ranks.run(run_program, calls)
+    for i, dtype in enumerate(map(dtype_of, MOVED)):
+        ways = LAYOUTS if dtype == RECORD else [LAYOUTS[i % len(LAYOUTS)]]
+        ranks.run(run_program, every_verb(ranks.size, dtype, [2], MOVING, [3], ways))
 
 
 def test_movement_verbs_accept_any_size(ranks: Any) -> None:
     """No rows, and more bytes than one message holds."""
-    for dtype in (RECORD, np.dtype("M8[s]")):
-        ranks.run(run_program, every_verb(ranks.size, dtype, [2], MOVING, [0, 3000], LAYOUTS))
+    for dtype, ways in ((RECORD, LAYOUTS[:1]), (np.dtype("M8[s]"), LAYOUTS[1:])):
+        ranks.run(run_program, every_verb(ranks.size, dtype, [2], MOVING, [0, 3000], ways))
 
 
 @on_ranks()
