@@ -307,8 +307,8 @@ def test_file_store_continues_after_a_delay_if_a_stale_port_does_not_answer(
 def test_store_ignores_other_users(ranks: Ranks, tmp_path: Path, server: socket.socket) -> None:
     """No rank connects to an address that another user announced."""
     os.chown(announce(tmp_path, server), 65534, 65534)
-    text = ranks.start(1, 2, timeout=1.0).refusal()
-    assert "rank 0 of 2 has not arrived within 1 s" in text
+    text = ranks.start(1, 2, timeout=0.3).refusal()
+    assert "rank 0 of 2 has not arrived within 0.3 s" in text
     assert f"ignored files: run-{DEAD}-0 must be a regular file of this user" in text
     server.settimeout(0.0)
     with pytest.raises(BlockingIOError):

@@ -29,9 +29,7 @@ from tests.distributed.hook_steps import (
     sums,
 )
 
-ranks = ranks_in(
-    *(("single", 1), ("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3), ("hierarchical", 3))
-)
+ranks = ranks_in(*(("single", 1), ("shm", 3), ("gloo", 2)), slow=[("hierarchical", 3)])
 DTYPES = ("float32", "float64")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from flashlight_py import _native
+from flashlight_py.distributed.backends.nccl import communicator as communicator_module
 from flashlight_py.distributed.backends.nccl import launching
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
@@ -159,8 +160,7 @@ def test_call_polls_without_sleep_at_first(nccl: Nccl, monkeypatch: pytest.Monke
     """The shortest sleep, even time.sleep(0), takes longer than most calls."""
     made = communicator(nccl, timeout=30.0)
     states = iter([IN_PROGRESS] * 3 + [0])
-    name = "flashlight_py.distributed.backends.nccl.communicator._BUSY_SECONDS"
-    monkeypatch.setattr(name, 60.0)
+    monkeypatch.setattr(communicator_module, "_BUSY_SECONDS", 60.0)
     monkeypatch.setattr(made, "poll", lambda: next(states))
     monkeypatch.setattr(time, "sleep", None)
     made.call("all_reduce", lambda _: IN_PROGRESS)
@@ -306,9 +306,9 @@ def test_first_message_connects_a_non_blocking_communicator(split: Any, cupy: St
 
 def test_blocking_launch_ends_after_the_watchdog_aborts(split: Any) -> None:
     """The abort of the first communicator ends the launch. Then the second one is freed."""
-    backend, nccl = split(timeout=0.3)
+    backend, nccl = split(timeout=0.1)
     nccl.blocks = True
-    with pytest.raises(CollectiveTimeoutError, match=r"within 0.3 seconds"):
+    with pytest.raises(CollectiveTimeoutError, match=r"within 0.1 seconds"):
         backend.start(ones())
     backend.close()
     assert nccl.on == [("all_reduce", 2), ("abort", 1), ("abort", 2)]
@@ -343,8 +343,11 @@ def test_abort_frees_the_communicator_while_a_thread_finds_missing_ranks(nccl: N
         launched.result()
 
 
-def test_abort_keeps_a_communicator_in_launch(split: Any, caplog: pytest.LogCaptureFixture) -> None:
-    backend, nccl = split(timeout=0.3, leaves=False)
+def test_abort_keeps_a_communicator_in_launch(
+    split: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communicator_module, "_LEAVE_SECONDS", 0.1)
+    backend, nccl = split(timeout=0.1, leaves=False)
     nccl.blocks = True
     with ThreadPoolExecutor(1) as thread:
         launched = thread.submit(backend.start, ones())
