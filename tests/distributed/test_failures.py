@@ -20,62 +20,55 @@ from tests.distributed.harness import run_outcomes, run_ranks, run_survivors
 from tests.distributed.mismatch_errors import first_error, mismatch_now_or_later
 
 
-def first_rows(places: int = 1) -> list[int]:
-    """Return row counts for an array of 6 rows that all go to the first one or two ranks."""
-    first = [6] if places == 1 else [4, 2]
-    return first + [0] * (fl.get_world_size() - places)
+def first_rows(places: int = 1, is_reversed: int = 0) -> list[int]:
+    """Return row counts for an array of 6 rows that all go to the first one or two ranks, or, if
+    ``is_reversed``, to the last ranks."""
+    rows = ([6] if places == 1 else [4, 2]) + [0] * (fl.get_world_size() - places)
+    return rows[::-1] if is_reversed else rows
 
+
+zeros, several = np.zeros, fl.all_reduce_multiple
 
 # Pairs of calls that do not match.
 CALLS: dict[str, Any] = {
-    "shape": lambda rank: fl.all_reduce(np.zeros((2, 3) if rank else (3, 2))),
-    "size": lambda rank: fl.all_reduce(np.zeros(1_000_000 + rank)),
-    "inline and not": lambda rank: fl.all_reduce(np.zeros(10 if rank else 1_000_000)),
-    "dtype": lambda rank: fl.all_reduce(np.zeros(4, np.float32 if rank else np.int32)),
-    "op": lambda rank: fl.all_reduce(np.zeros(4), op="max" if rank else "min"),
-    "scale": lambda rank: fl.all_reduce(np.zeros(4), scale=1.0 + rank),
-    "root": lambda rank: fl.broadcast(np.zeros(4), root=min(rank, 1)),
-    "verb": lambda rank: fl.barrier() if rank else fl.all_reduce(np.zeros(4)),
-    "shape of a reduce": lambda rank: fl.reduce(np.zeros(4 + rank)),
-    "root of a reduce": lambda rank: fl.reduce(np.zeros(4), root=min(rank, 1)),
-    "op of a large reduce": lambda rank: fl.reduce(np.zeros(90_000), op="max" if rank else "min"),
-    "root of a gather": lambda rank: fl.gather(np.zeros(4), root=min(rank, 1)),
-    "dtype of a gather": lambda rank: fl.gather(np.zeros(4, np.float32 if rank else np.int32)),
-    "root of a scatter": lambda rank: fl.scatter(np.zeros((6, 2)), root=min(rank, 1)),
-    "out of a scatter": lambda rank: fl.scatter(
-        np.zeros((6, 2)) if not rank else None, out=np.zeros((7, 2)) if rank else None
+    "shape": lambda rank: fl.all_reduce(zeros((2, 3) if rank else (3, 2))),
+    "size": lambda rank: fl.all_reduce(zeros(1_000_000 + rank)),
+    "inline and not": lambda rank: fl.all_reduce(zeros(10 if rank else 1_000_000)),
+    "dtype": lambda rank: fl.all_reduce(zeros(4, "f4" if rank else "i4")),
+    "op": lambda rank: fl.all_reduce(zeros(4), op="max" if rank else "min"),
+    "scale": lambda rank: fl.all_reduce(zeros(4), scale=1.0 + rank),
+    "root": lambda rank: fl.broadcast(zeros(4), root=min(rank, 1)),
+    "verb": lambda rank: fl.barrier() if rank else fl.all_reduce(zeros(4)),
+    "shape, reduce": lambda rank: fl.reduce(zeros(4 + rank)),
+    "root, reduce": lambda rank: fl.reduce(zeros(4), root=min(rank, 1)),
+    "op, large reduce": lambda rank: fl.reduce(zeros(90_000), op="max" if rank else "min"),
+    "root, gather": lambda rank: fl.gather(zeros(4), root=min(rank, 1)),
+    "dtype, gather": lambda rank: fl.gather(zeros(4, "f4" if rank else "i4")),
+    "root, scatter": lambda rank: fl.scatter(zeros((6, 2)), root=min(rank, 1)),
+    "out, scatter": lambda rank: (
+        fl.scatter(None, out=zeros((7, 2))) if rank else fl.scatter(zeros((6, 2)))
     ),
-    "out of a large scatter": lambda rank: fl.scatter(
-        np.zeros((6, 9000)) if not rank else None, out=np.zeros(3, np.int8) if rank else None
+    "out, large scatter": lambda rank: (
+        fl.scatter(None, out=zeros(3, np.int8)) if rank else fl.scatter(zeros((6, 9000)))
     ),
-    "shape of an all_to_all": lambda rank: fl.all_to_all(np.zeros((6, 2 + min(rank, 1)))),
-    "rows of an all_to_all": lambda rank: fl.all_to_all(
-        np.zeros(6), rows=first_rows() if rank else None
+    "shape, all_to_all": lambda rank: fl.all_to_all(zeros((6, 2 + min(rank, 1)))),
+    "rows, all_to_all": lambda rank: fl.all_to_all(zeros(6), rows=first_rows() if rank else None),
+    "columns, uneven all_to_all": lambda rank: fl.all_to_all(
+        zeros((6, 2 + min(rank, 1))), rows=first_rows()
     ),
-    "columns of an uneven all_to_all": lambda rank: fl.all_to_all(
-        np.zeros((6, 2 + min(rank, 1))), rows=first_rows()
+    "rows, reduce_scatter": lambda rank: fl.reduce_scatter(zeros((6, 3)), rows=first_rows(2, rank)),
+    "rows or none, reduce_scatter": lambda rank: fl.reduce_scatter(
+        zeros(6), rows=None if rank else first_rows()
     ),
-    "rows of a reduce_scatter": lambda rank: fl.reduce_scatter(
-        np.zeros((6, 3)), rows=first_rows(2)[:: -1 if rank else 1]
+    "rows, scatter": lambda rank: fl.scatter(zeros((6, 3)), rows=first_rows(2, rank)),
+    "op, all_reduce_location": lambda rank: fl.all_reduce_location(
+        zeros(3), op="max" if rank else "min"
     ),
-    "rows or none in a reduce_scatter": lambda rank: fl.reduce_scatter(
-        np.zeros(6), rows=None if rank else first_rows()
-    ),
-    "rows of a scatter": lambda rank: fl.scatter(
-        np.zeros((6, 3)), rows=first_rows(2)[:: -1 if rank else 1]
-    ),
-    "op of an all_reduce_location": lambda rank: fl.all_reduce_location(
-        np.zeros(3), op="max" if rank else "min"
-    ),
-    "bits or truth": lambda rank: fl.all_reduce(np.zeros(3, int), op="land" if rank else "or"),
-    "rest of the shape": lambda rank: fl.all_gather(np.zeros((3, 2 + min(rank, 1)))),
-    "shapes in a list": lambda rank: fl.all_reduce_multiple([np.zeros(3), np.zeros(4 + rank)]),
-    "shapes of packed arrays": lambda rank: fl.all_reduce_multiple(
-        [np.zeros(3 + rank), np.zeros(5 - rank)], contiguous=True
-    ),
-    "list length": lambda rank: fl.all_reduce_multiple(
-        [np.zeros(3)] * 0 + [np.zeros(3) for _ in range(2 + rank)], contiguous=True
-    ),
+    "bits or truth": lambda rank: fl.all_reduce(zeros(3, int), op="land" if rank else "or"),
+    "rest of the shape": lambda rank: fl.all_gather(zeros((3, 2 + min(rank, 1)))),
+    "shapes, list": lambda rank: several([zeros(3), zeros(4 + rank)]),
+    "shapes, packed": lambda rank: several([zeros(3 + rank), zeros(5 - rank)], contiguous=True),
+    "list length": lambda rank: several([*zeros((2 + rank, 3))], contiguous=True),
 }
 
 

@@ -17,59 +17,45 @@ IN_SHUTDOWN = r"it waits in distributed_shutdown\(\) and has not begun this mess
 
 # Operations in which other ranks wait for rank 0 after it has left.
 MESSAGES: dict[str, Verb] = {
-    "send": lambda group: group.send(ones(MANY), 0),
-    "send of 4 MB": lambda group: group.send(np.ones(1 << 19), 0),
-    "recv": lambda group: group.recv(ones(), 0),
-    "recv of any rank": lambda group: group.recv(ones(), None),
-    "recv in part": lambda group: group.recv(ones(), 0, partial=True),
-    "sendrecv": lambda group: group.sendrecv(ones(), 0, out=ones(), src=0),
-    "isend": lambda group: group.isend(ones(MANY), 0).wait(),
-    "irecv": lambda group: group.irecv(ones(), 0).wait(),
-    "batch_isend_irecv": lambda group: group.batch_isend_irecv(
+    "send": lambda g: g.send(ones(MANY), 0),
+    "send of 4 MB": lambda g: g.send(np.ones(1 << 19), 0),
+    "recv": lambda g: g.recv(ones(), 0),
+    "recv of any rank": lambda g: g.recv(ones(), None),
+    "recv in part": lambda g: g.recv(ones(), 0, partial=True),
+    "sendrecv": lambda g: g.sendrecv(ones(), 0, out=ones(), src=0),
+    "isend": lambda g: g.isend(ones(MANY), 0).wait(),
+    "irecv": lambda g: g.irecv(ones(), 0).wait(),
+    "batch_isend_irecv": lambda g: g.batch_isend_irecv(
         [fl.P2POp(kind, ones(), 0) for kind in ("send", "recv")]
     ).wait(),
-    "sync_distributed": lambda group: [group.irecv(ones(), 0), group.synchronize()],
+    "sync_distributed": lambda g: [g.irecv(ones(), 0), g.synchronize()],
 }
 # Operations in which a rank waits after all other ranks have left.
 FROM_ANY: dict[str, Verb] = {
-    "recv of any rank": lambda group: group.recv(ones(), None),
-    "recv of any rank in part": lambda group: group.recv(ones(), None, partial=True),
-    "irecv of any rank": lambda group: group.irecv(ones(), None).wait(),
+    "recv of any rank": lambda g: g.recv(ones(), None),
+    "recv of any rank in part": lambda g: g.recv(ones(), None, partial=True),
+    "irecv of any rank": lambda g: g.irecv(ones(), None).wait(),
 }
 # Operations that wait behind others, one of which fails.
 BEHIND: dict[str, Verb] = {
-    "irecv": lambda group: [group.irecv(ones(), 0) for _ in range(3)][-1].wait(),
-    "irecv in part": lambda group: [
-        group.irecv(ones(), 0),
-        group.irecv(ones(), 0, partial=True).wait(),
-    ],
-    "isend": lambda group: [group.isend(ones(MANY), 0) for _ in range(3)][-1].wait(),
-    "recv": lambda group: [group.irecv(ones(), 0), group.recv(ones(), 0)],
-    "irecv of any rank": lambda group: [group.irecv(ones(), None) for _ in range(3)][-1].wait(),
+    "irecv": lambda g: [g.irecv(ones(), 0) for _ in range(3)][-1].wait(),
+    "irecv in part": lambda g: [g.irecv(ones(), 0), g.irecv(ones(), 0, partial=True).wait()],
+    "isend": lambda g: [g.isend(ones(MANY), 0) for _ in range(3)][-1].wait(),
+    "recv": lambda g: [g.irecv(ones(), 0), g.recv(ones(), 0)],
+    "irecv of any rank": lambda g: [g.irecv(ones(), None) for _ in range(3)][-1].wait(),
 }
 
 # Calls that rank 0, or all ranks but the last, may finish and leave before the last rank calls. The
 # last rank gets the results. Each element is ``expected(size)``.
-GIVEN: dict[str, tuple[Verb, Callable[[int], int]]] = {
-    "broadcast": (lambda group: group.broadcast(ones(), 0, async_op=True), lambda size: 1),
-    "scatter": (
-        lambda group: group.scatter(np.ones((group.size, 3)), 0, async_op=True),
-        lambda size: 1,
-    ),
-    "reduce": (
-        lambda group: group.reduce(ones(), group.size - 1, async_op=True),
-        lambda size: size,
-    ),
-    "gather": (lambda group: group.gather(ones(), group.size - 1, async_op=True), lambda size: 1),
-    "scan": (lambda group: group.scan(ones(), async_op=True), lambda size: size),
-    "exscan": (lambda group: group.exscan(ones(), async_op=True), lambda size: size - 1),
-    "isend": (
-        pair(
-            lambda group: group.isend(ones(), group.size - 1), lambda group: group.irecv(ones(), 0)
-        ),
-        lambda size: 1,
-    ),
-}
+GIVEN: list[tuple[Verb, Callable[[int], int]]] = [
+    (lambda g: g.broadcast(ones(), 0, async_op=True), lambda size: 1),
+    (lambda g: g.scatter(np.ones((g.size, 3)), 0, async_op=True), lambda size: 1),
+    (lambda g: g.reduce(ones(), g.size - 1, async_op=True), lambda size: size),
+    (lambda g: g.gather(ones(), g.size - 1, async_op=True), lambda size: 1),
+    (lambda g: g.scan(ones(), async_op=True), lambda size: size),
+    (lambda g: g.exscan(ones(), async_op=True), lambda size: size - 1),
+    (pair(lambda g: g.isend(ones(), g.size - 1), lambda g: g.irecv(ones(), 0)), lambda size: 1),
+]
 
 SIZES = {"shm": 4, "hierarchical": 4, "gloo": 3, "mpi": 3}
 WORLDS: list[Any] = [(name, n, {"params": {"TIMEOUT": LIMIT}}) for name, n in SIZES.items()]
@@ -217,7 +203,7 @@ def test_receive_from_any_rank_waits_for_the_remaining_ranks(rank: int, size: in
 @on_ranks(WORLDS[2], WORLDS[0], slow=[WORLDS[1]])
 def test_data_arrives_if_the_sender_closes_the_group(rank: int, size: int) -> None:
     """Each rank closes the group as soon as the wait for its own part has returned."""
-    for call, expected in [*GIVEN.values()] * (25 if size == 3 else 5):
+    for call, expected in GIVEN * (25 if size == 3 else 5):
         with contextlib.closing(fl.new_group(range(size))) as group:
             work = call(group)
             result = work and work.wait()
