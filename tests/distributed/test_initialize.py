@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.rendezvous import environment
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings, read_init_method
 from tests.distributed import jobs
@@ -99,29 +98,22 @@ def test_distributed_init_creates_a_world_of_one_without_a_launcher() -> None:
     assert finish([start("auto")]) == ["(0, 1, 0, 1) [1.0, 1.0, 1.0] SINGLE"]
 
 
-def test_distributed_init_raises_if_a_launched_rank_would_be_alone() -> None:
+def test_distributed_init_names_the_missing_part_of_the_environment(tmp_path: Path) -> None:
     """For example if the mpirun of one MPI starts a program whose mpi4py uses another MPI."""
-    errors = init_error(start("mpi", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4"))
-    assert "RendezvousError" in errors
-    assert "the environment says rank 1 of 4" in errors
-    assert "MPI has 1 rank" in errors
-
-
-def test_distributed_init_with_mpi_names_mpi4py_if_it_is_missing(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no mpi4py here')\n")
-    errors = init_error(start("mpi", PYTHONPATH=str(tmp_path)))
-    assert "BackendUnavailableError" in errors
-    assert "pip install 'flashlight-py[mpi]'" in errors
-
-
-def test_distributed_init_raises_if_a_rendezvous_is_missing() -> None:
-    assert "MASTER_ADDR" in init_error(start("env", RANK="0", WORLD_SIZE="2"))
-
-
-def init_error(process: subprocess.Popen[str]) -> str:
-    code, errors = jobs.finish(process)
-    assert code == 1
-    return errors
+    started = {
+        start("mpi", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4"): (
+            *("RendezvousError", "the environment says rank 1 of 4", "MPI has 1 rank"),
+        ),
+        start("mpi", PYTHONPATH=str(tmp_path)): (
+            *("BackendUnavailableError", "pip install 'flashlight-py[mpi]'"),
+        ),
+        start("env", RANK="0", WORLD_SIZE="2"): ("MASTER_ADDR",),
+    }
+    for process, words in started.items():
+        code, errors = jobs.finish(process)
+        assert code == 1
+        assert all(word in errors for word in words), errors
 
 
 def start_watchdog_without_descriptors(*args: Any) -> None:
@@ -278,13 +270,9 @@ def test_distributed_init_raises_os_error_for_trace_dir_in_a_removed_working_dir
     assert not fl.is_distributed_init()
 
 
-def test_distributed_init_raises_type_error_if_params_is_no_mapping() -> None:
+def test_init_rejects_params_and_an_environment_without_ranks() -> None:
     with pytest.raises(TypeError, match="dict"):
         fl.distributed_init(params=["FILE_PATH"])  # type: ignore[arg-type]
-
-
-def test_init_with_env_names_launchers_if_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "detect", lambda: None)
     with pytest.raises(fl.errors.RendezvousError, match="RANK, WORLD_SIZE"):
         fl.distributed_init(fl.DistributedInit.ENV)
 
@@ -308,38 +296,30 @@ def test_init_rejects_a_rank_unlike_the_environment(monkeypatch: pytest.MonkeyPa
         fl.distributed_init("env://", 1, 2)
 
 
-def join_world(
-    rank: int, size: int, init_method: str | None, passes_rank: bool, **params: Any
-) -> Any:
-    passed = (rank, size) if passes_rank else (-1, -1)
-    fl.distributed_init(init_method, *passed, {"TIMEOUT": "30", **params})
-    x = fl.all_reduce(np.array([rank + 1]))
-    fl.distributed_shutdown()
-    return int(x[0])
+def join_worlds(rank: int, size: int, ports: list[int], path: str) -> list[int]:
+    """Pass rank and size in the first three worlds, and read them from the environment in the last.
+
+    Keys in params override the environment, which provides the other values.
+    """
+    results, address = [], {"MASTER_ADDR": "localhost"}
+    os.environ |= {"MASTER_ADDR": "nowhere", "MASTER_PORT": str(ports[2])}
+    for passed, params in (
+        *((f"tcp://localhost:{ports[0]}", {}), (f"file://{path}", {}), (None, address)),
+        (f"tcp://localhost:{ports[1]}", {}),
+    ):
+        place = (rank, size) if len(results) < 3 else (-1, -1)
+        if len(results) == 3:
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+        fl.distributed_init(passed, *place, {"TIMEOUT": "30", **params})
+        results.append(int(fl.all_reduce(np.array([rank + 1]))[0]))
+        fl.distributed_shutdown()
+    return results
 
 
-def test_distributed_init_accepts_init_methods_of_torch(tmp_path: Path) -> None:
-    for word in (f"tcp://localhost:{free_port()}", f"file://{tmp_path / 'meet'}"):
-        assert run_ranks(join_world, 2, word, True, init=None) == [3, 3]
-
-
-def variables(rank: int) -> dict[str, str]:
-    return {"RANK": str(rank), "WORLD_SIZE": "2"}
-
-
-def test_distributed_init_combines_an_address_with_rank_and_size_of_the_environment() -> None:
-    word = f"tcp://localhost:{free_port()}"
-    assert run_ranks(join_world, 2, word, False, init=None, env=variables) == [3, 3]
-
-
-def join_by_params(rank: int, size: int) -> Any:
-    return join_world(rank, size, None, True, MASTER_ADDR="localhost")
-
-
-def test_distributed_init_params_override_the_address_of_rank_0() -> None:
-    """Keys in params override the environment, which provides the other values."""
-    environ = {"MASTER_ADDR": "nowhere", "MASTER_PORT": str(free_port())}
-    assert run_ranks(join_by_params, 2, init=None, env=lambda _: environ) == [3, 3]
+def test_distributed_init_combines_init_methods_params_and_the_environment(tmp_path: Path) -> None:
+    ports = [free_port() for _ in range(3)]
+    results = run_ranks(join_worlds, 2, ports, f"{tmp_path / 'meet'}", init=None)
+    assert results == [[3] * 4] * 2
 
 
 @pytest.mark.parametrize(("key", "usual"), [("TIMEOUT", 300.0), ("HOST_TIMEOUT", 5.0)])
