@@ -265,8 +265,9 @@ class MpiRanks(ForkedRanks):
     def connect(self) -> None:
         from mpi4py import MPI
 
-        self.comms, self.size, self.stderr = {MPI.COMM_WORLD.size: MPI.COMM_WORLD}, 1, os.dup(2)
-        self.world, ForkedRanks.here = MPI.COMM_WORLD, self
+        self.world: Any = MPI.COMM_WORLD
+        self.comms = {self.world.size: self.world}
+        self.size, self.stderr, ForkedRanks.here = 1, os.dup(2), self
         if len(set(map(tuple, self.world.allgather(list(self.items))))) > 1:
             raise pytest.UsageError("the ranks of MPI have collected different tests")
         for name, item in self.items.items():
@@ -334,7 +335,7 @@ def leave_world(rank: int, failed: bool = False) -> None:
 def report_of(item: pytest.Item, failure: Failure) -> Any:
     """Return the report of a rank whose process has ended."""
     text = f"{failure.description}\n{failure.traceback}".strip()
-    words = dict.fromkeys(item.keywords, 1)
+    words: Any = dict.fromkeys(item.keywords, 1)
     report: Any = pytest.TestReport(item.nodeid, item.location, words, "failed", text, "call")
     report.failure = failure
     return report

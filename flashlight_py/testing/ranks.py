@@ -17,13 +17,11 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -34,7 +32,8 @@ from flashlight_py.launch.rank_main import kill_if_parent_ends
 STUCK_SIGNAL = signal.SIGUSR2  # raises RankStuckError in a rank that runs a task
 # What ends a rank that has not answered, and the seconds until the next signal. SIGABRT prints the
 # stacks of its threads.
-_ENDINGS = ((STUCK_SIGNAL, 1.0), (signal.SIGABRT, 5.0), (signal.SIGKILL, 5.0))
+_ENDING_SECONDS = 5.0
+_ENDINGS = ((STUCK_SIGNAL, 1.0), *((k, _ENDING_SECONDS) for k in (signal.SIGABRT, signal.SIGKILL)))
 _LONGEST_PLAN = 1 << 17  # bytes, mostly of an environment
 _OUTPUT_LINES = 60
 
@@ -43,49 +42,26 @@ class RankStuckError(BaseException):
     """A rank has not finished its task in time. ``except Exception`` does not catch it."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a task on one rank: its return value, or a failure.
-
-    ``failure`` is None if the task returned. ``classes`` has the class of the exception and its
-    bases, or nothing if the process ended. ``output`` has the last lines that the rank printed.
-    """
+class Outcome(NamedTuple):
+    """The outcome of a task on one rank: its return value, or a failure, and its last output."""
 
     rank: int
     value: Any = None
     failure: Failure | None = None
-    classes: tuple[str, ...] = ()
-    message: str = ""
     output: str = ""
 
-    @property
-    def is_stuck(self) -> bool:
-        aborted = self.failure is not None and self.failure.exit_code == -signal.SIGABRT
-        return aborted or RankStuckError.__name__ in self.classes
 
+class Rank:
+    """A forked rank: ``link`` for tasks, ``log`` of its output, and process id."""
 
-class Rank(NamedTuple):
-    """A rank's process (or the launcher of all ranks), link, output and process id."""
-
-    process: subprocess.Popen[bytes] | Forked
-    link: Connection
-    log: Path
-    pid: int
-
-
-class Forked:
-    """A process whose parent is the fork server, which sends its exit code on ``status``."""
-
-    def __init__(self, status: Connection) -> None:
-        self._status = status
+    def __init__(self, link: Connection, status: Connection, log: Path) -> None:
+        self.link, self.log, self._status = link, log, status
         self.pid: int = status.recv()
         self._code: int | None = None
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code (minus the signal). TimeoutExpired after ``timeout`` seconds."""
-        if self._code is None:
-            if not self._status.poll(timeout):
-                raise subprocess.TimeoutExpired("a forked rank", timeout or 0.0)
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Return the exit code (minus the signal), or None after ``timeout`` seconds."""
+        if self._code is None and self._status.poll(timeout):
             self._code = self._status.recv()
         return self._code
 
@@ -118,11 +94,10 @@ class ForkServer:
         socket.send_fds(self._channel, [pickle.dumps((rank, dict(env), log))], ends)
         for end in ends:
             os.close(end)
-        link, status = (Connection(pair[0].detach()) for pair in pairs)
-        process = Forked(status)
         log = log or Path(os.devnull)
         log.touch()
-        return Rank(process, link, log, process.pid)
+        link, status = (Connection(pair[0].detach()) for pair in pairs)
+        return Rank(link, status, log)
 
     def close(self) -> None:
         self._channel.close()
@@ -204,14 +179,12 @@ def run_tasks(link: Connection, rank: int) -> None:
         try:
             is_busy = True
             function, args = pickle.loads(task)  # imports modules, and may fail
-            answer = pickle.dumps((function(rank, *args),))
+            answer = pickle.dumps((function(rank, *args), None))
             is_busy = False
         except (Exception, RankStuckError) as error:  # noqa: BLE001 - the caller decides
             is_busy = False
             failure = Failure.of_exception(error, time.monotonic())
-            failure = failure._replace(traceback=traceback.format_exc())
-            classes = tuple(base.__name__ for base in type(error).__mro__)
-            answer = pickle.dumps((None, failure, classes, str(error)))
+            answer = pickle.dumps((None, failure._replace(traceback=traceback.format_exc())))
         link.send_bytes(answer)
 
 
@@ -223,7 +196,7 @@ class Ranks:
 
     def __init__(self, ranks: Sequence[Rank], folder: Path, groups: Iterable[int] = ()) -> None:
         self._ranks, self._folder = ranks, folder
-        self.groups = {*groups, *(rank.process.pid for rank in ranks)}
+        self.groups = {*groups, *(rank.pid for rank in ranks)}
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float, grace: float
@@ -259,26 +232,23 @@ class Ranks:
                 if outcomes[rank].failure is not None:
                     ends = min(ends, time.monotonic() + grace)
 
-    def _answer(self, rank: int, seen: int) -> Outcome:
-        process, link, log, _ = self._ranks[rank]
+    def _answer(self, number: int, seen: int) -> Outcome:
+        rank = self._ranks[number]
         try:
-            content = link.recv()
+            value, failure = rank.link.recv()
         except (EOFError, ConnectionResetError):
-            code = process.wait()
-            content = None, Failure(describe_exit(code), time.monotonic(), exit_code=code)
-        lines = log.read_bytes()[seen:].decode(errors="replace").splitlines()
-        return replace(Outcome(rank, *content), output="\n".join(lines[-_OUTPUT_LINES:]))
+            code = rank.wait(_ENDING_SECONDS)
+            value, failure = None, Failure(describe_exit(code), time.monotonic(), exit_code=code)
+        lines = rank.log.read_bytes()[seen:].decode(errors="replace").splitlines()
+        return Outcome(number, value, failure, "\n".join(lines[-_OUTPUT_LINES:]))
 
     def close(self, timeout: float) -> list[int | None]:
         """Let the ranks exit. Return each exit code, None for a rank that had to be killed."""
-        ends, codes = time.monotonic() + timeout, list[int | None]()
+        ends = time.monotonic() + timeout
         for rank in self._ranks:
             with contextlib.suppress(BrokenPipeError):
                 rank.link.send_bytes(b"")
-        for rank in self._ranks:
-            codes.append(None)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                codes[-1] = rank.process.wait(max(0.0, ends - time.monotonic()))
+        codes = [rank.wait(max(0.0, ends - time.monotonic())) for rank in self._ranks]
         self.kill()
         return codes
 
@@ -288,6 +258,6 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(target, signal.SIGKILL)
         for rank in self._ranks:
-            rank.process.wait()
+            rank.wait()
             rank.link.close()
         shutil.rmtree(self._folder)
