@@ -144,11 +144,15 @@ class ForkedRanks:
             w = warning_message
             self.warnings.append((str(w.message), w.category, w.filename, w.lineno))
 
-    def pytest_sessionfinish(self) -> None:
-        for ranks in self.worlds.values():
-            self.end(ranks)
-        if self.server is not None:
-            self.server.close()
+    @pytest.hookimpl(wrapper=True, trylast=True)  # before pytest-cov reads the data of the ranks
+    def pytest_runtestloop(self) -> Any:
+        try:
+            return (yield)
+        finally:
+            for ranks in self.worlds.values():
+                self.end(ranks)
+            if self.server is not None:
+                self.server.close()
 
     def comm_of(self, name: str) -> Any:
         command = f"mpirun -n {self.marks.get(name, Mark(1)).n} python -m pytest"
@@ -297,7 +301,8 @@ class MpiRanks(ForkedRanks):
             with limited(rank, mark.timeout, self.stderr):
                 outcome = Outcome(rank, self.run_here(rank, name, None, folder))
             self.rank = None
-        return self.world.allgather(outcome)[:n]
+        outcomes: list[Any] = self.world.allgather(outcome)
+        return outcomes[:n]
 
 
 @contextlib.contextmanager
@@ -349,8 +354,9 @@ def join(reports: dict[int, Any], size: int) -> Any:
     if strict and (passed := [r for r in reports.values() if not r.failed or len(failed) == size]):
         return min(passed, key=lambda report: report.passed)
     failures = {rank: report.failure for rank, report in failed.items()}
-    first, _ = first_cause(failures.items())
+    first = first_cause(failures.items())[0]
     report = failed[first]
+    del report.failure  # pytest-xdist could not send it
     if crash := getattr(report.longrepr, "reprcrash", None):
         crash.message = f"rank {first}: {crash.message}"
     else:
