@@ -245,7 +245,7 @@ def _environment(mode: Mode, python: Path, token: str, events: Path) -> dict[str
     if not mode.peer:  # this environment may contain more plugins than the environments of peers
         environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         if not mode.process_per_test:
-            environment["PYTEST_PLUGINS"] = "flashlight_py.testing"
+            environment["PYTEST_PLUGINS"] = "flashlight_py.testing.plugin"
     return environment
 
 
