@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("debugconfig").addoption("--pdb-rank", type=int, default=0, help=text)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     text = "ranks(n, timeout=60, fresh=False): run on n ranks, or on each number of ranks in a list"
     config.addinivalue_line("markers", f"{text}; timeout: seconds; fresh: in new processes")
@@ -266,12 +267,19 @@ class MpiRanks(ForkedRanks):
     A test on fewer ranks uses the first ones. A test without the mark runs on rank 0.
     """
 
-    def connect(self) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        super().__init__(config)
         from mpi4py import MPI
 
         self.world: Any = MPI.COMM_WORLD
         self.comms = {self.world.size: self.world}
-        self.size, self.stderr, ForkedRanks.here = 1, os.dup(2), self
+        self.size = 0  # number of ranks that are in a world of flashlight_py
+        self.stderr = os.dup(2)  # pytest replaces descriptor 2 during tests
+        ForkedRanks.here = self
+        if self.world.rank > 0:
+            config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
+
+    def connect(self) -> None:
         if len(set(map(tuple, self.world.allgather(list(self.items))))) > 1:
             raise pytest.UsageError("the ranks of MPI have collected different tests")
         for name, item in self.items.items():
@@ -281,8 +289,6 @@ class MpiRanks(ForkedRanks):
                 item.add_marker(pytest.mark.skip(reason=reason))
                 self.marks[name] = mark._replace(n=1)
         self.folders.mktemp = self.shared_folder
-        if self.world.rank > 0:
-            self.config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
 
     def comm_of(self, name: str) -> Any:
         return self.comms[self.marks[name].n]
@@ -292,17 +298,26 @@ class MpiRanks(ForkedRanks):
         folder = self.world.bcast(str(self.new_folder("ranks")) if rank == 0 else None)
         if n not in self.comms:
             self.comms[n] = self.world.Split(int(rank >= n), rank)
+        if self.size != n:
+            self.leave()
+            if rank < n:
+                join_world(rank, n, f"{folder}/rendezvous")
+            self.size = n
         outcome = None
         if rank < n:
-            if (self.size, fl.is_distributed_init()) != (n, n > 1):
-                leave_world(rank)
-                join_world(rank, n, f"{folder}/rendezvous")
-                self.size = n
             with limited(rank, mark.timeout, self.stderr):
                 outcome = Outcome(rank, self.run_here(rank, name, None, folder))
             self.rank = None
-        outcomes: list[Any] = self.world.allgather(outcome)
-        return outcomes[:n]
+        outcomes: list[Any] = self.world.allgather(outcome)[:n]
+        if any(one.value.failed for one in outcomes):
+            self.leave()
+        return outcomes
+
+    def leave(self) -> None:
+        if self.world.rank < self.size:
+            with contextlib.suppress(fl.errors.PeerLostError):  # after a failure
+                leave_world(self.world.rank)
+        self.size = 0
 
 
 @contextlib.contextmanager
