@@ -3,6 +3,7 @@
 import copy
 import json
 import operator
+import pickle
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -211,7 +212,8 @@ def test_shares_use_rank_and_size_of_the_group(rank: int, size: int, name: str) 
     assert group.rank == RANKS.index(rank)
     data, rank_and_size = make(group=group), {"rank": group.rank, "size": group.size}
     expected = samples(make(**rank_and_size))
-    assert samples(data) == samples(copy.deepcopy(data)) == expected
+    copies = copy.deepcopy(data), pickle.loads(pickle.dumps(data))
+    assert samples(data) == samples(copies[0]) == samples(copies[1]) == expected
     assert sorted(fl.all_gather(np.array(expected), group=group)) == list(range(10))
     group.close()
     assert "this group is closed" in raised(fl.errors.GroupClosedError, lambda: samples(data))
@@ -257,6 +259,7 @@ def test_epochs_are_compared_within_the_group(rank: int, size: int, name: str) -
     ]
 
 
+@pytest.mark.slow
 @on_ranks(("shm", 3))
 def test_worker_processes_keep_the_share_of_the_group(rank: int, size: int) -> None:
     group = fl.split(rank % 2)

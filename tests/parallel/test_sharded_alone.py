@@ -200,6 +200,7 @@ if fl.is_main_process():
 """
 
 
+@pytest.mark.slow
 def test_four_ranks_use_memory_of_one_plus_35_mb_each(tmp_path: Path) -> None:
     """Measures proportional set sizes; weights, gradients and moments have 256 MB."""
     file = write(tmp_path, _TRAIN)
