@@ -30,6 +30,7 @@ from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.harness import mpirun_command, run_outcomes, run_ranks
 from tests.launch.launcher import run, write
 from tests.pairwise import pairs
+from tests.tables import for_each
 
 BACKENDS = ["gloo", "shm"]
 ranks = ranks_in(
@@ -176,12 +177,11 @@ def test_averages_equal_pytagi(rank: int, size: int) -> None:
     check_same_bits(fl.all_gather_object(model.state_dict()))
 
 
-BOUND_AT = {255: 2.0, 256: 3.0}
-
-
-@pytest.mark.parametrize("samples", BOUND_AT)
 @on_ranks(("shm", 2))
-def test_step_bound_uses_the_samples_of_all_ranks(rank: int, size: int, samples: int) -> None:
+@for_each("samples bound", [(255, 2.0), (256, 3.0)])
+def test_step_bound_uses_the_samples_of_all_ranks(
+    rank: int, size: int, samples: int, bound: float
+) -> None:
     """The bound is the number of standard deviations by which a step moves a weight."""
     fl.set_seed(0)
     model = DDPSequential(Sequential(Linear(6, 3, gain_weight=0.01)), average=False)
@@ -196,7 +196,7 @@ def test_step_bound_uses_the_samples_of_all_ranks(rank: int, size: int, samples:
     model.step()
     moved = np.abs(model.state_dict()["Linear.0"][0] - before[0])
     result = float((moved / np.sqrt(before[1])).max())
-    assert result == pytest.approx(1 / BOUND_AT[samples], rel=1e-2)
+    assert result == pytest.approx(1 / bound, rel=1e-2)
 
 
 def joined(rank: int, size: int, schedule: tuple[int, ...], average: bool, sync: bool) -> Any:
@@ -330,23 +330,10 @@ def interrupted(rank: int, size: int, folder: str, first: int, last: int) -> Any
 def test_training_continues_with_another_number_of_ranks(pool: Any, tmp_path: Path) -> None:
     unbroken = pool(1).run(interrupted, str(tmp_path / "whole"), 0, 6)
     pool(2).run(interrupted, str(tmp_path / "half"), 0, 3)
-    for size in (4, 1, 3):
+    for size in (1, 3):
         states = pool(size).run(interrupted, str(tmp_path / "half"), 3, 6)
         check_same_bits(states)
         check_close(states[0], unbroken[0], 2e-6)
-
-
-def recorded(rank: int, size: int) -> str:
-    model = DDPSequential(dense(), average=False)
-    train(model, range(3), lambda _: slice(0, 2), lambda _: 2)
-    return fl.trace.dump().read_text()
-
-
-def test_flight_record_contains_a_call_for_each_bucket(pool: Any, tmp_path: Path) -> None:
-    elements = 2 * sum(w + b for w, b in ((6 * 16, 16), (16 * 16, 16), (16 * 3, 3))) + 1
-    world = pool(2, env={"FLASHLIGHT_TRACE_DIR": str(tmp_path)})
-    for record in world.run(recorded):
-        assert record.count(f"{elements}") >= 3
 
 
 @on_ranks(("shm", 2))
