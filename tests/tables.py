@@ -9,26 +9,35 @@ from typing import Any
 Test = Callable[..., None]
 
 
-def for_each(names: str, rows: Iterable[Any]) -> Callable[[Test], Test]:
+def label_of(row: Any) -> str:
+    name = getattr(row, "name", getattr(row, "__name__", None))
+    return str(name) if name else reprlib.repr(row)
+
+
+def for_each(
+    names: str, rows: Iterable[Any], ids: Iterable[str] | None = None
+) -> Callable[[Test], Test]:
     """Run a test function for every row, as one test.
 
     ``names`` are arguments of the function, separated by spaces. All rows use the same fixtures.
-    The error lists all failed rows and has the traceback of the first failed row.
+    The error lists all failed rows, by ``ids`` or their attribute ``name`` if they have one, and
+    has the traceback of the first failed row.
     """
     arguments, table = names.split(), list(rows)
+    labels = [*ids] if ids else [label_of(row) for row in table]
 
     def decorated(test: Test) -> Test:
         @functools.wraps(test)
         def run(*args: Any, **fixtures: Any) -> None:
             failures: list[tuple[str, Exception]] = []
-            for row in table:
+            for label, row in zip(labels, table, strict=True):
                 values = row if len(arguments) > 1 else (row,)
                 try:
                     test(*args, **fixtures, **dict(zip(arguments, values, strict=True)))
                 except Exception as error:  # noqa: BLE001  (every error is reported below)
-                    failures.append((reprlib.repr(getattr(row, "name", row)), error))
+                    failures.append((label, error))
             if failures:
-                failed = ", ".join(name for name, _ in failures)
+                failed = ", ".join(label for label, _ in failures)
                 raise AssertionError(
                     f"{len(failures)} of {len(table)} rows failed: {failed}"
                 ) from failures[0][1]
