@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import cffi
 import numpy as np
@@ -162,18 +161,6 @@ if __name__ == "__main__":
     end(os.getpid(), worker)
 """
 
-UNGUARDED = """
-import numpy as np
-import flashlight_py as fl
-fl.DataParallel(fl.nn.Linear(2, 2), nprocs=2)(fl.input(np.zeros((2, 2), np.float32)))
-"""
-
-
-def _run(folder: Path, program: str, *arguments: str) -> Any:
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", write(folder, program)]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    return run([*command, *arguments], timeout=100, env=environ)
-
 
 @pytest.mark.parametrize(
     "failure",
@@ -184,7 +171,9 @@ def _run(folder: Path, program: str, *arguments: str) -> Any:
     ],
 )
 def test_workers_end_with_their_parent(tmp_path: Path, failure: str) -> None:
-    done = _run(tmp_path, PROGRAM, failure)
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", write(tmp_path, PROGRAM)]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = run([*command, failure], env=environ)
     pid, *more = done.stdout.splitlines()
     processes.wait_for_end({int(pid)}, 5)
     command = Path(f"/proc/{pid}/cmdline")  # empty for a zombie
@@ -193,13 +182,6 @@ def test_workers_end_with_their_parent(tmp_path: Path, failure: str) -> None:
     if failure == "fork":
         assert "which was forked from it" in more[0]
         assert more[1] == "(2, 3)"
-
-
-@pytest.mark.slow
-def test_call_without_main_guard_raises_runtime_error(tmp_path: Path) -> None:
-    done = _run(tmp_path, UNGUARDED)
-    assert "worker 1 of 2 raised RuntimeError" in done.stderr
-    assert "Put the call under if __name__" in done.stderr
 
 
 @pytest.mark.slow
