@@ -48,7 +48,7 @@ def test_killed_worker_is_replaced_and_nothing_remains() -> None:
 
 
 @pytest.mark.usefixtures("ctrl_c_is_raised")
-@pytest.mark.parametrize("event", ["model", "graph"])
+@pytest.mark.parametrize("event", ["model", pytest.param("graph", marks=pytest.mark.slow)])
 def test_ctrl_c_is_raised_while_workers_are_dropped(
     event: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,22 +82,19 @@ def test_ctrl_c_is_raised_while_workers_are_dropped(
 def test_threads_end_dropped_workers_once() -> None:
     """One thread ends each team, because closed descriptors may be reused by other threads."""
     models = [fl.DataParallel(Net(), nprocs=2) for _ in range(2)]
-    for model in models:
-        model(rows(0, 0))
-    for _ in range(3):
-        dropped = fl.DataParallel(Net(), nprocs=3)
-        dropped(rows(0, 0, 0))
-        del dropped
-        gc.collect()
-        begin = threading.Barrier(2)
+    for model in (*models, fl.DataParallel(Net(), nprocs=3)):
+        model(rows(0, 0, 0))
+    del model
+    gc.collect()
+    begin = threading.Barrier(2)
 
-        def use(model: fl.DataParallel, begin: threading.Barrier = begin) -> None:
-            begin.wait()
-            model(rows(0, 0)).backward(np.ones((2, 3)))
+    def use(model: fl.DataParallel) -> None:
+        begin.wait()
+        model(rows(0, 0)).backward(np.ones((2, 3)))
 
-        with ThreadPoolExecutor(2) as threads:
-            for done in [threads.submit(use, model) for model in models]:
-                done.result()
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(use, model) for model in models]:
+            done.result()
     for model in models:
         model.close()
 
@@ -181,7 +178,6 @@ def _run(folder: Path, program: str, *arguments: str) -> Any:
 @pytest.mark.parametrize(
     "failure",
     [
-        "kill",
         "kill after a first call in a thread",
         pytest.param("exit", marks=pytest.mark.slow),
         pytest.param("fork", marks=pytest.mark.slow),

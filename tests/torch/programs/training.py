@@ -58,10 +58,6 @@ def _trained(model: nn.Module, rank: int, optimizer: Any = None, **options: Any)
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def ddp(rank: int) -> Result:
-    return _trained(DDP(_net(), find_unused_parameters=True), rank)
-
-
 def ddp_views(rank: int) -> Result:
     model = DDP(_net(), find_unused_parameters=True, gradient_as_bucket_view=True)
     return _trained(model, rank, other=rank == 0)
@@ -345,7 +341,7 @@ def bfloat16_moves(rank: int, size: int, backend: str | None, hosts: int) -> str
 ALL: dict[str, Callable[[int], Result]] = {
     one.__name__: one
     for one in (
-        *(ddp, ddp_views, ddp_static, ddp_no_sync, ddp_join, ddp_float16),
+        *(ddp_views, ddp_static, ddp_no_sync, ddp_join, ddp_float16),
         *(ddp_power_sgd, sync_batch_norm, zero, fsdp, fsdp_bfloat16, hybrid, dtensor, checkpoint),
         *(functional, differentiated, pipeline, messages, chained, in_place),
     )
