@@ -79,13 +79,8 @@ def test_full_bucket_is_sent_during_the_pass(rank: int, size: int, inline_bytes:
         bucket.inline_bytes = min(bucket.inline_bytes, inline_bytes)
         return bucket.all_reduce(bucket.flat)
 
-    keep = fl.DistributedConstants.COALESCE_CACHE_SIZE
-    fl.DistributedConstants.COALESCE_CACHE_SIZE = 24 * 18 * 8
-    try:
-        model = build()
-        fl.distribute_module_grads(model, hook=hook)
-    finally:
-        fl.DistributedConstants.COALESCE_CACHE_SIZE = keep
+    model = build()
+    fl.distribute_module_grads(model, hook=hook, bucket_bytes=24 * 18 * 8)
     for _ in range(2):
         for param in model.params():
             param.zero_grad()

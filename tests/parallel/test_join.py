@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -86,23 +86,14 @@ def check(results: list[Any], expected: list[Any], tolerance: float = 1e-10) -> 
             np.testing.assert_allclose(array, want, rtol=0, atol=tolerance)
 
 
-@contextlib.contextmanager
-def small_buckets() -> Iterator[None]:
-    before = fl.DistributedConstants.COALESCE_CACHE_SIZE
-    fl.DistributedConstants.COALESCE_CACHE_SIZE = 200  # bytes: one bucket per parameter
-    try:
-        yield
-    finally:
-        fl.DistributedConstants.COALESCE_CACHE_SIZE = before
-
-
 def train(
     rank: int, size: int, *schedules: tuple[int, ...], count: bool = True, **options: Any
 ) -> Any:
     model = build()
     optimizer = sgd(model)
-    with small_buckets():
-        fl.distribute_module_grads(model, **options)
+    if "reducer" not in options:
+        options["bucket_bytes"] = 200  # one bucket per parameter
+    fl.distribute_module_grads(model, **options)
     for schedule in schedules:
         with fl.join(model, optimizer) as joined:
             for step in range(schedule[rank]):

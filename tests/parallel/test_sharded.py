@@ -105,7 +105,8 @@ def same(got: Any, expected: Any) -> None:
 @on_ranks(("shm", 3), ("hierarchical", 4), slow=[("gloo", 3), ("mpi", 3), *HOSTS])
 def test_sharded_training_equals_data_parallel_training(rank: int, size: int) -> None:
     one_host = len(hosts_of(fl.distributed.start.world.current_world().group)) == 1
-    for dtype, rule in (("float32", "sgd"), ("float64", "adam"), ("float16", "adam")):
+    cases = ("float32", "sgd"), ("float64", "adam"), ("float16", "adam"), ("bfloat16", "sgd")
+    for dtype, rule in cases:
         expected = train(rank, size, "plain", dtype, rule)
         for across in (False, True):
             got = train(rank, size, "sharded", dtype, rule, across_hosts=across)
