@@ -336,14 +336,6 @@ def after_a_mismatch(run: Callable[[], Any], x: Any) -> str:
     return str(caught.value)
 
 
-def skip_one(rank: int, size: int) -> str:
-    """Rank 1 does not use its second result; its first must not match rank 0's second."""
-    x = fl.param(np.ones(2))
-    results = [D.all_reduce(x), D.all_reduce(x)]
-    loss = F.sum(results[0] * 3.0 if rank else results[0] * results[1])
-    return after_a_mismatch(loss.backward, x)
-
-
 @on_ranks(("gloo", 2), ("shm", 2))
 def test_mismatch_error_separates_forward_and_backward_pass(rank: int, size: int) -> None:
     x = fl.param(np.ones(2))
@@ -353,30 +345,20 @@ def test_mismatch_error_separates_forward_and_backward_pass(rank: int, size: int
     assert "rank 1 called all_reduce(float64" in message
 
 
-def other_order(rank: int, size: int) -> str:
-    """Run two passes, in another order on each rank."""
-    x = fl.param(np.ones(2))
-    losses = [F.sum(D.all_reduce(x)), F.sum(D.all_reduce(x) * 2.0)]
-    return after_a_mismatch(losses[rank].backward, x)
-
-
-NUMBERS = {skip_one: (2, 1), other_order: (1, 2)}
-
-
-@pytest.mark.parametrize(("backend", "function"), [("gloo", skip_one), ("shm", other_order)])
+@on_ranks(("gloo", 2), ("shm", 2))
+@for_each("uses_all", [True, False])
 def test_mismatch_error_reports_the_collective_of_each_rank(
-    pool: Any, backend: str, function: Any
+    rank: int, size: int, uses_all: bool
 ) -> None:
-    messages = pool(2, params={"BACKEND": backend}).run(function)
-    for rank, message in enumerate(messages):
-        assert f"[functional.all_reduce] rank {rank} of 2" in message
-    numbers = [
-        [int(number) for number in re.findall(r"call (\d+) in the backward pass", message)]
-        for message in messages
-    ]
-    assert numbers[0] == numbers[1]
-    first, second = NUMBERS[function]
-    assert numbers[0][0] - numbers[0][1] == first - second
+    """The ranks run two passes in another order, or rank 1 does not use its second result."""
+    x = fl.param(np.ones(2))
+    first, second = D.all_reduce(x), D.all_reduce(x)
+    losses = (first, second * 2.0) if uses_all else (first * second, first * 3.0)
+    message = after_a_mismatch(F.sum(losses[rank]).backward, x)
+    assert f"[functional.all_reduce] rank {rank} of 2" in message
+    calls = [int(call) for call in re.findall(r"call (\d+) in the backward pass", message)]
+    assert fl.all_gather_object(calls) == [calls] * 2
+    assert calls[0] - calls[1] == (-1 if uses_all else 1)
 
 
 def crossed_messages(rank: int, size: int) -> str:
