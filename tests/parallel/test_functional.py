@@ -242,7 +242,7 @@ def test_messages_send_values_without_gradient(rank: int, size: int) -> None:
     assert (ones.array.tolist(), ones.calc_grad) == ([[1, 1], [1, 1]], True)
 
 
-def test_messages_raise_for_invalid_arguments() -> None:
+def test_messages_and_collectives_raise_for_invalid_arguments() -> None:
     v = fl.param(np.ones(3))
     with pytest.raises(TypeError, match=r"functional\.send: expected a flash"):
         D.send(np.ones(3), 1)  # type: ignore[arg-type]
@@ -257,13 +257,9 @@ def test_messages_raise_for_invalid_arguments() -> None:
         D.send(v, 1)
     with pytest.raises(ValueError, match="src"):
         D.recv(v, 1)
-
-
-def test_collectives_raise_for_invalid_arguments() -> None:
     for verb in (D.all_reduce, D.all_gather, D.reduce_scatter, D.broadcast, D.all_to_all):
         with pytest.raises(TypeError, match=f"functional.{verb.__name__}: expected a .*Variable"):
             verb(np.ones(3))  # type: ignore[arg-type]
-    v = fl.param(np.ones(3))
     for reduction in (D.all_reduce, D.reduce_scatter):
         with pytest.raises(ValueError, match="'sum' or 'avg', got 'max'"):
             reduction(v, op="max")  # type: ignore[arg-type]
