@@ -123,34 +123,6 @@ def test_rank_0_names_ranks_that_do_not_leave_the_tree() -> None:
         assert f"rank {stopped} joined and did not leave" in str(start.errors[0])
 
 
-def test_data_sent_during_a_network_partition_arrives_in_order() -> None:
-    world, taken = World(), list[bytes]()
-
-    def listen() -> None:
-        with system.create_server(("", PORT)) as listener:
-            wire, _ = listener.accept() if listener.wait(None) else (None, None)
-            while data := wire.recv(100):
-                taken.append(data)
-
-    def send() -> None:
-        wire = system.Socket()
-        wire.connect_ex(("10.0.0.1", PORT))
-        system.sleep(1.0)
-        for number in range(60):
-            wire.sendall(b"%d" % number)
-            system.sleep(0.05)
-        wire.close()
-
-    with installed(world):
-        hosts = [world.add_host(), world.add_host()]
-        for host, main in zip(hosts, (listen, send), strict=True):
-            Process(host, main, {})
-        for when, side in ((1.5, 1), (2.5, 2), (2.8, 1), (3.3, 2)):
-            world.at(when, divide, world, hosts[1:], side)
-        world.run()
-    assert b"".join(taken) == b"".join(b"%d" % number for number in range(60))
-
-
 def _between_two(
     serve: Callable[[Socket], object], ask: Callable[[Socket], object], inside: bool, stopped: float
 ) -> World:
@@ -184,8 +156,7 @@ def _between_two(
     return world
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize(("inside", "large"), [(True, False), (False, True)])
 def test_sender_blocks_if_the_window_is_full(inside: bool, large: bool) -> None:
     window = WINDOW_INSIDE if inside else WINDOW
     sent, taken = bytes(3 * window) if large else bytes(window // 2), list[bytes]()
@@ -206,27 +177,6 @@ def test_sender_blocks_if_the_window_is_full(inside: bool, large: bool) -> None:
     assert b"".join(taken) == count * sent
     assert all(when < 1.6 for when in waited[: count - 1])
     assert 4.0 < waited[-1] < 4.1
-
-
-@pytest.mark.parametrize("size", [WINDOW + 1, 3 * WINDOW])
-def test_receiver_gets_the_window_of_a_message_that_timed_out(size: int) -> None:
-    taken = list[bytes]()
-
-    def serve(wire: Socket) -> None:
-        while data := wire.recv(1 << 30):
-            taken.append(data)
-
-    def ask(wire: Socket) -> None:
-        wire.settimeout(1.0)
-        with pytest.raises(TimeoutError):
-            wire.sendall(bytes(size))
-        assert 2.5 < system.monotonic() < 2.6
-        wire.settimeout(10.0)
-        wire.sendall(b"and more")
-        wire.close()
-
-    _between_two(serve, ask, inside=False, stopped=4.0)
-    assert b"".join(taken) == bytes(WINDOW) + b"and more"
 
 
 def test_connection_ends_if_the_window_stays_full() -> None:
@@ -281,15 +231,6 @@ def test_flrun_ends_all_ranks_of_all_hosts_if_one_dies() -> None:
     assert launch.launcher.code == 128 + signal.SIGKILL
     assert all(agent.code is not None for agent in launch.agents.values())
     assert b"rank 61 of 64 on host9 was killed by SIGKILL" in b"".join(launch.said)
-
-
-def test_flrun_ends_the_ranks_of_a_cut_off_host() -> None:
-    launch = Launch(hosts=4, seed=6)
-    launch.world.at(5.0, divide, launch.world, [launch.world.hosts[3]], 1)
-    launch.run()
-    assert launch.launcher.code == 1
-    assert all(rank.code is not None for rank in launch.ranks.values())
-    assert b"on host4 is lost: received nothing from host host4 since" in b"".join(launch.said)
 
 
 @pytest.mark.parametrize("fate", ["kill", "cut"])
