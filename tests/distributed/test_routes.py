@@ -134,6 +134,7 @@ fl.distributed_shutdown()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in SOCKET, reason="no number of socket(2) is known")
 def test_flrun_works_on_a_kernel_without_ipv6(tmp_path: Path) -> None:
     path = tmp_path / "join.py"
