@@ -136,7 +136,9 @@ def fault_measurements(results: dict[str, dict[str, Result]]) -> list[Measuremen
     measurements: dict[str, Measurement] = {}
     for title, sessions in results.items():
         for name, result in sessions.items():
-            measurement = measurements.setdefault(name, Measurement(name, "", 0, RANKS))
+            measurement = measurements.setdefault(
+                name, Measurement(FAULTS[name].title, "", 0, RANKS)
+            )
             if result.status:
                 measurement.seconds[title] = [seconds_to_report(result)]
             else:
@@ -156,7 +158,9 @@ def verdicts(small: Measurement, faults: dict[str, Result]) -> list[Verdict]:
         )
         for title, bound in FASTER.items()
     ]
-    late = {name: [seconds_to_report(result) - LIMIT] for name, result in faults.items()}
+    late = {
+        FAULTS[name].title: [seconds_to_report(result) - LIMIT] for name, result in faults.items()
+    }
     lacking = [name for name, result in faults.items() if missing_facts(FAULTS[name], result)]
     complete = str(len(faults) - len(lacking)) + (f", without {', '.join(lacking)}" * bool(lacking))
     judged.append(at_most("faults, after the limit", LATE, late, show=lambda s: f"{s:.2f} s"))
@@ -203,7 +207,7 @@ def main() -> None:
     faults = measure_faults(pythons, options.faults, options.stop)
     print(f"\n### Faults, with a limit of {LIMIT:g} s\n")
     rows = [
-        [name, *(cell(FAULTS[name], sessions[name]) for sessions in faults.values())]
+        [FAULTS[name].title, *(cell(FAULTS[name], sessions[name]) for sessions in faults.values())]
         for name in options.faults
     ]
     print(markdown(["fault", *faults], rows))

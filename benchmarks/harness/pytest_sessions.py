@@ -135,6 +135,7 @@ class Fault:
     may name.
     """
 
+    title: str
     body: str
     cause: str
     fixture: str = "pass"
@@ -143,22 +144,28 @@ class Fault:
 
 ASSERTION = r"assert \S*4\.0\S* == \(?5"
 FAULTS: dict[str, Fault] = {
-    "exception on rank 1": Fault("if rank(): assert x.sum() == 5", ASSERTION),
-    "exception on both ranks": Fault("assert x.sum() == 5 + rank()", ASSERTION),
-    "collective on rank 0 only": Fault(
-        "if rank(): return", r"total\(x\)|Allreduce|all_reduce", ranks="01"
+    "exception": Fault("exception on rank 1", "if rank(): assert x.sum() == 5", ASSERTION),
+    "exceptions": Fault("exception on both ranks", "assert x.sum() == 5 + rank()", ASSERTION),
+    "deadlock": Fault(
+        "collective on rank 0 only",
+        "if rank(): return",
+        r"total\(x\)|Allreduce|all_reduce",
+        ranks="01",
     ),
-    "os._exit(3) on rank 1": Fault(
-        "rank() and os._exit(3)", r"(?i)(exit\w*|status|code)\D{0,12}\b3\b"
+    "exit": Fault(
+        "os._exit(3) on rank 1", "rank() and os._exit(3)", r"(?i)(exit\w*|status|code)\D{0,12}\b3\b"
     ),
-    "kill -9 of rank 1": Fault(
-        "rank() and os.kill(os.getpid(), 9)", r"(?i)signal\D{0,4}9\b|sigkill|exit code: 9"
+    "kill": Fault(
+        "kill -9 of rank 1",
+        "rank() and os.kill(os.getpid(), 9)",
+        r"(?i)signal\D{0,4}9\b|sigkill|exit code: 9",
     ),
-    "mismatched shapes": Fault(
+    "shapes": Fault(
+        "mismatched shapes",
         "x = np.ones(3 + rank(), np.float32)",
         r"(?s)\(3,\).*\(4,\)|\(4,\).*\(3,\)|bytes received but buffer size is",
     ),
-    "failing fixture on rank 1": Fault("pass", r"assert 1 == 0", "assert rank() == 0"),
+    "fixture": Fault("failing fixture on rank 1", "pass", r"assert 1 == 0", "assert rank() == 0"),
 }
 
 
