@@ -57,6 +57,8 @@ def test_team_measures_a_prepared_call_until_it_is_forgotten() -> None:
         assert team.ask("forget") == [None]
         with pytest.raises(TeamFailed, match="KeyError: 'key'"):
             team.seconds_per_call("key", 3, 1)
+        with pytest.raises(TeamFailed, match="KeyError: 'key'"):  # it is not asked again
+            team.ask("forget")
     finally:
         team.close()
 
@@ -84,15 +86,6 @@ def test_team_closes_if_ctrl_c_interrupts_a_command() -> None:
 def test_team_reports_the_output_of_a_role_that_cannot_start() -> None:
     with pytest.raises(TeamFailed, match=r"ended while starting.*No module named"):
         Team(library("no_such_role"), 1, cores=1)
-
-
-@pytest.mark.usefixtures("leaves_nothing")
-def test_conductor_does_not_ask_a_failed_contender_again() -> None:
-    team = Team(library("copy"), 1, cores=1)
-    with pytest.raises(TeamFailed):
-        team.ask("prepare", "key", {})
-    with pytest.raises(TeamFailed, match="nbytes"):
-        team.ask("forget")
 
 
 def test_absent_peer_has_a_reason_and_a_remedy(tmp_path: Path) -> None:
