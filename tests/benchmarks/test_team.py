@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.environments import PEERS, environment_of, python_of
+from harness.environments import PEERS, python_of
 from harness.launchers import Library
 from harness.roles.verbs import Builder, CollectiveRole, elements
 from harness.team import Team, TeamFailed
@@ -93,13 +93,6 @@ def test_absent_peer_has_a_reason_and_a_remedy(tmp_path: Path) -> None:
     assert isinstance(reason, str)
     assert reason.startswith("not installed")
     assert reason.endswith("python -m harness.install torch")
-
-
-def test_absent_environment_reports_the_reason_of_the_failed_installation(tmp_path: Path) -> None:
-    environment = environment_of(PEERS["mpich"], tmp_path)
-    environment.mkdir()
-    (environment / "failed.txt").write_text("could not be installed: no route to host\n")
-    assert python_of(PEERS["mpich"], tmp_path) == "could not be installed: no route to host"
 
 
 def test_conductor_checks_results_before_and_after_the_rounds() -> None:

@@ -122,9 +122,11 @@ def by_flrun(cluster: Cluster) -> list[Outcome]:
     return finished([start(cluster[0], command, {})])
 
 
+BAD = {"MASTER_ADDR": "nowhere"}  # params take precedence
 WAYS: dict[str, Callable[[Cluster], list[Outcome]]] = {
     "env": lambda cluster: ranks(cluster, by_env),
     "address": lambda cluster: ranks(cluster, by_address),
+    "params": lambda cluster: ranks(cluster, by_env, BAD, MASTER_ADDR="h0", MASTER_PORT=29513),
     "file": lambda cluster: ranks(cluster, by_file),
     "slurm": lambda cluster: ranks(cluster, by_slurm),
     "flrun": by_flrun,
@@ -268,15 +270,6 @@ def test_init_names_an_address_that_every_host_has() -> None:
         outcomes = ranks(cluster, by_env, {"MASTER_ADDR": "10.0.2.15"}, TIMEOUT=3)
         for outcome in outcomes[PER_HOST:]:
             assert "Here 10.0.2.15 is this host (h1)" in outcome.text
-
-
-@pytest.mark.slow
-def test_init_takes_the_address_of_rank_0_from_params(cluster: Cluster) -> None:
-    as_debian(cluster)
-    outcomes = ranks(
-        cluster, by_env, {"MASTER_ADDR": "nowhere"}, MASTER_ADDR="h0", MASTER_PORT=29513
-    )
-    assert printed(outcomes) == PRINTED
 
 
 WATCH = """
