@@ -11,6 +11,7 @@ import faulthandler
 import itertools
 import os
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -290,6 +291,11 @@ class MpiRanks(ForkedRanks):
                 self.marks[name] = mark._replace(n=1)
         self.folders.mktemp = self.shared_folder
 
+    @pytest.hookimpl(trylast=True)  # after the report of the error
+    def pytest_internalerror(self) -> None:
+        sys.stdout.flush()
+        self.world.Abort(pytest.ExitCode.INTERNAL_ERROR)  # the other ranks wait for this one
+
     def comm_of(self, name: str) -> Any:
         return self.comms[self.marks[name].n]
 
@@ -343,7 +349,10 @@ def run_item(rank: int, *task: Any) -> Result:
 
 
 def join_world(rank: int, size: int, path: str) -> None:
-    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": path})
+    with pytest.MonkeyPatch.context() as patch:
+        if size == 1:
+            patch.setenv("FLASHLIGHT_ALONE", "1")  # a world of one, also under mpirun
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": path})
 
 
 def leave_world(rank: int, failed: bool = False) -> None:
