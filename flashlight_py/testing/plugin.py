@@ -33,6 +33,7 @@ NUMBER = "number_of_ranks"  # parameter of tests with the mark ranks([1, 2])
 START_SECONDS = 60.0  # also for the teardown of fixtures at the end
 GRACE_SECONDS = 1.0  # for the other ranks after a failure
 FOREVER = 1e6  # seconds, for the debugger
+PACKAGE = Path(fl.__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -130,6 +131,12 @@ class ForkedRanks:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+        if self.rank is not None and call.excinfo is not None:
+            # End the traceback at the call of this package, unless all frames are inside it.
+            frames = call.excinfo.traceback.cut(excludepath=PACKAGE)
+            call.excinfo.traceback = frames.filter(
+                lambda entry: PACKAGE not in Path(entry.path).parents
+            )
         report = yield
         if self.rank is not None and report.failed and call.excinfo is not None:
             abort.report(call.excinfo.value)  # the other ranks raise PeerLostError at once
@@ -331,7 +338,7 @@ def limited(rank: int, seconds: float, stderr: int) -> Iterator[None]:
     """Raise RankStuckError after ``seconds``. If it has no effect, print the stacks and exit."""
 
     def stop(*_: object) -> None:
-        raise RankStuckError(f"rank {rank} has not finished in {seconds} s")
+        raise RankStuckError(f"rank {rank} had not finished after {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
