@@ -37,7 +37,6 @@ from harness.verdicts import Verdict, at_most
 OURS, FORKING, EACH = "flashlight_py", "mpi-pytest", "one mpirun per test"
 FASTER = {FORKING: 1 / 3, EACH: 1 / 20}  # largest ratio of our time to the time of a peer
 LATE = 2.0  # seconds from the limit of a test to the report
-RANK = r"(?i)\brank[ =:#]{1,2}1\b"
 
 
 def interpreters(options: argparse.Namespace, conductor: Conductor) -> dict[str, Path]:
@@ -106,7 +105,7 @@ def last_line(result: Result) -> str:
 def missing_facts(fault: Fault, result: Result) -> list[str]:
     """Return the facts that the session does not show."""
     facts = {
-        "no rank": re.search(RANK, result.output),
+        "no rank": re.search(rf"(?i)\brank[ =:#]{{1,2}}[{fault.ranks}]\b", result.output),
         "no cause": re.search(fault.cause, result.output),
         "next test not passed": result.first("test_next", "passed"),
         "processes remain": not result.remaining,
@@ -137,7 +136,9 @@ def fault_measurements(results: dict[str, dict[str, Result]]) -> list[Measuremen
     measurements: dict[str, Measurement] = {}
     for title, sessions in results.items():
         for name, result in sessions.items():
-            measurement = measurements.setdefault(name, Measurement(name, "", 0, RANKS))
+            measurement = measurements.setdefault(
+                name, Measurement(FAULTS[name].title, "", 0, RANKS)
+            )
             if result.status:
                 measurement.seconds[title] = [seconds_to_report(result)]
             else:
@@ -157,7 +158,9 @@ def verdicts(small: Measurement, faults: dict[str, Result]) -> list[Verdict]:
         )
         for title, bound in FASTER.items()
     ]
-    late = {name: [seconds_to_report(result) - LIMIT] for name, result in faults.items()}
+    late = {
+        FAULTS[name].title: [seconds_to_report(result) - LIMIT] for name, result in faults.items()
+    }
     lacking = [name for name, result in faults.items() if missing_facts(FAULTS[name], result)]
     complete = str(len(faults) - len(lacking)) + (f", without {', '.join(lacking)}" * bool(lacking))
     judged.append(at_most("faults, after the limit", LATE, late, show=lambda s: f"{s:.2f} s"))
@@ -204,7 +207,7 @@ def main() -> None:
     faults = measure_faults(pythons, options.faults, options.stop)
     print(f"\n### Faults, with a limit of {LIMIT:g} s\n")
     rows = [
-        [name, *(cell(FAULTS[name], sessions[name]) for sessions in faults.values())]
+        [FAULTS[name].title, *(cell(FAULTS[name], sessions[name]) for sessions in faults.values())]
         for name in options.faults
     ]
     print(markdown(["fault", *faults], rows))

@@ -129,29 +129,43 @@ MODES: dict[str, Mode] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """Statements of a test that fails. ``cause`` is a pattern of text that names the cause."""
+    """Statements of a test that fails, or of its fixture.
 
+    ``cause`` is a pattern of text that names the cause, and ``ranks`` lists the ranks that a report
+    may name.
+    """
+
+    title: str
     body: str
     cause: str
     fixture: str = "pass"
+    ranks: str = "1"
 
 
 ASSERTION = r"assert \S*4\.0\S* == \(?5"
 FAULTS: dict[str, Fault] = {
-    "exception on rank 1": Fault("if rank(): assert x.sum() == 5", ASSERTION),
-    "exception on both ranks": Fault("assert x.sum() == 5 + rank()", ASSERTION),
-    "collective on rank 0 only": Fault("if rank(): return", r"total\(x\)|Allreduce|all_reduce"),
-    "os._exit(3) on rank 1": Fault(
-        "rank() and os._exit(3)", r"(?i)(exit\w*|status|code)\D{0,12}\b3\b"
+    "exception": Fault("exception on rank 1", "if rank(): assert x.sum() == 5", ASSERTION),
+    "exceptions": Fault("exception on both ranks", "assert x.sum() == 5 + rank()", ASSERTION),
+    "deadlock": Fault(
+        "collective on rank 0 only",
+        "if rank(): return",
+        r"total\(x\)|Allreduce|all_reduce",
+        ranks="01",
     ),
-    "kill -9 of rank 1": Fault(
-        "rank() and os.kill(os.getpid(), 9)", r"(?i)signal\D{0,4}9\b|sigkill|exit code: 9"
+    "exit": Fault(
+        "os._exit(3) on rank 1", "rank() and os._exit(3)", r"(?i)(exit\w*|status|code)\D{0,12}\b3\b"
     ),
-    "mismatched shapes": Fault(
+    "kill": Fault(
+        "kill -9 of rank 1",
+        "rank() and os.kill(os.getpid(), 9)",
+        r"(?i)signal\D{0,4}9\b|sigkill|exit code: 9",
+    ),
+    "shapes": Fault(
+        "mismatched shapes",
         "x = np.ones(3 + rank(), np.float32)",
         r"(?s)\(3,\).*\(4,\)|\(4,\).*\(3,\)|bytes received but buffer size is",
     ),
-    "failing fixture on rank 1": Fault("pass", r"assert 1 == 0", "assert rank() == 0"),
+    "fixture": Fault("failing fixture on rank 1", "pass", r"assert 1 == 0", "assert rank() == 0"),
 }
 
 

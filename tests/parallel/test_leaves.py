@@ -5,9 +5,7 @@ import functools
 import gc
 import hashlib
 import itertools
-import os
 import re
-import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
@@ -24,6 +22,7 @@ from flashlight_py.distributed.start import blas
 from flashlight_py.parallel import agreement, fully_sharded
 from flashlight_py.parallel.leaf_tree import additions, fold, push, reduction, rows_needed, stack_of
 from tests.distributed.conformance import BACKENDS, on_ranks, ranks_in
+from tests.launch.launcher import launch, write
 from tests.tables import for_each
 
 F = fl.autograd.functions
@@ -334,13 +333,9 @@ def test_leaves_raise_mismatch_error_if_batches_differ(
 
 
 OTHER_CORE = """
-import sys
 import flashlight_py as fl
-fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, int(sys.argv[1]), 2, {"FILE_PATH": sys.argv[2]})
-try:
-    fl.distribute_module_grads(fl.nn.Linear(2, 2), leaves=8)
-except fl.errors.MismatchError as error:
-    print(error)
+fl.distributed_init()
+fl.distribute_module_grads(fl.nn.Linear(2, 2), leaves=8)
 """
 
 
@@ -348,20 +343,11 @@ except fl.errors.MismatchError as error:
 def test_check_arithmetic_detects_another_openblas_core_type(tmp_path: Path) -> None:
     if not blas.use_one_thread()[0]:
         pytest.skip("NumPy's BLAS is no OpenBLAS")
-    command = [sys.executable, "-c", OTHER_CORE]
-    cores: list[dict[str, str]] = [{}, {"OPENBLAS_CORETYPE": "Nehalem"}]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "meet")],
-            env={**os.environ, **core},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, core in enumerate(cores)
-    ]
-    for process in processes:
-        text, _ = process.communicate(timeout=60)
-        assert re.search(r"same BLAS core type .*rank\(s\) 0: .*; rank\(s\) 1: Nehalem on", text)
+    python = f"exec {sys.executable} {write(tmp_path, OTHER_CORE)}"
+    shell = f"[ $RANK = 0 ] || export OPENBLAS_CORETYPE=Nehalem; {python}"
+    done = launch("-n", 2, "--no-python", "sh", "-c", shell, code=1)
+    words = r"same BLAS core type .*rank\(s\) 0: .*; rank\(s\) 1: Nehalem on"
+    assert re.search(words, done.stderr), done.stderr
 
 
 def test_rows_are_freed_with_their_module() -> None:

@@ -230,10 +230,10 @@ def joined_alone(schedule: tuple[int, ...], make: Callable[[], Sequential]) -> A
     return net.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("backend", "sync", "schedule"),
-    pairs(BACKENDS, (False, True), [(4, 2), (0, 3), (2, 2), (3, 1, 0)]),
-)
+JOINED = pairs(BACKENDS, (False, True), [(4, 2), (0, 3), (2, 2), (3, 1, 0)])
+
+
+@pytest.mark.parametrize(("backend", "sync", "schedule"), JOINED)
 def test_ddp_sequential_works_with_join(
     pool: Any, backend: str, schedule: tuple[int, ...], sync: bool
 ) -> None:

@@ -49,8 +49,8 @@ def test_ranks_may_exit_without_destroy(torch_ranks: Any) -> None:
 
 FAST = ["ddp_views", "ddp_join", "ddp_float16", "zero", "fsdp", "in_place", "messages", "chained"]
 SLOW = [
-    *("ddp_static", "ddp_no_sync", "ddp_power_sgd", "sync_batch_norm", "fsdp_bfloat16"),
-    *("hybrid", "dtensor", "checkpoint", "functional", "differentiated", "pipeline"),
+    *("ddp_power_sgd", "sync_batch_norm", "fsdp_bfloat16", "hybrid", "dtensor", "checkpoint"),
+    *("functional", "differentiated", "pipeline"),
 ]
 
 

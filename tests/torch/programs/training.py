@@ -63,17 +63,6 @@ def ddp_views(rank: int) -> Result:
     return _trained(model, rank, other=rank == 0)
 
 
-def ddp_static(rank: int) -> Result:
-    return _trained(DDP(_net(), static_graph=True, bucket_cap_mb=0.001), rank)
-
-
-def ddp_no_sync(rank: int) -> Result:
-    model = DDP(_net(_plain))
-    with model.no_sync():
-        model(_batch(rank, 9)).sum().backward()
-    return _trained(model, rank)
-
-
 def ddp_join(rank: int) -> Result:
     model = DDP(_net(_plain))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -341,7 +330,7 @@ def bfloat16_moves(rank: int, size: int, backend: str | None, hosts: int) -> str
 ALL: dict[str, Callable[[int], Result]] = {
     one.__name__: one
     for one in (
-        *(ddp_views, ddp_static, ddp_no_sync, ddp_join, ddp_float16),
+        *(ddp_views, ddp_join, ddp_float16),
         *(ddp_power_sgd, sync_batch_norm, zero, fsdp, fsdp_bfloat16, hybrid, dtensor, checkpoint),
         *(functional, differentiated, pipeline, messages, chained, in_place),
     )
