@@ -3,12 +3,12 @@
     python benchmarks/pytest_plugin.py --json pytest_plugin.json
 
 The first part measures sessions of 72 small tests from the start of their command to its end. Each
-test adds an array over two ranks. The second part plants a fault in a test with a limit in seconds,
-and a good test follows. A row shows the seconds from the start of the test to its report
-in the running session, and which facts are missing: the number of the failed rank, the cause (an
-assertion, a status, a signal, shapes), and the success of the next test. pytest-timeout applies the
-limit for mpi-pytest, which has no limit. Processes that a plugin starts for a test start within the
-limit. Every session loads the plugins of its mode only.
+test adds an array over two ranks. The second part plants a fault in a test that has a limit in
+seconds. A good test follows. A row shows the seconds from the start of the test to its report, and
+which facts are missing: the number of the failed rank, the cause (an assertion, a status, a signal,
+shapes), and the success of the next test. mpi-pytest has no limit, so pytest-timeout applies it. If
+a plugin starts processes for a test, they start within the limit. Every session loads only the
+plugins of its mode.
 """
 
 import argparse
