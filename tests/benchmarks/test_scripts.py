@@ -130,6 +130,11 @@ CASES = {
     ),
     "begin": Case("--ranks 3 --rounds 1", [3], ["| shared memory |"], common=False),
     "data_parallel": Case("--quick --nprocs 2", [3, 3], ["| 32 |"], common=False),
+    "pytest_plugin": Case(
+        *("--quick --environments {tmp} --faults kill", [3, 2]),
+        ["- ABSENT mpi-pytest: not installed", "a good next test | 1 | 1 | yes |"],
+        *(1, False),
+    ),
 }
 
 
@@ -173,14 +178,3 @@ def test_engines_script_measures_spawn_and_flrun(tmp_path: Path) -> None:
     assert list(starts["seconds"]) == ["spawn", "run", "engine only"]
     assert list(reduces["seconds"]) == ["flrun", "fl.launch.ray"]
     assert "| run beyond spawn, in seconds | <= 1x |" in output
-
-
-@pytest.mark.slow
-def test_pytest_plugin_script_measures_sessions_and_faults(tmp_path: Path) -> None:
-    options = ("--quick", "--environments", str(tmp_path), "--faults", "kill -9 of rank 1")
-    output, result = run(tmp_path, "pytest_plugin.py", *options, common=False)
-    assert "- ABSENT mpi-pytest: not installed" in output
-    ours = ["flashlight_py", "flashlight_py, mpirun"]
-    assert [*result["measurements"][0]["seconds"]] == [*ours, "one mpirun per test"]
-    assert [*result["measurements"][1]["seconds"]] == ours
-    assert [verdict["reached"] for verdict in result["verdicts"][2:]] == [True, True]
