@@ -1,11 +1,11 @@
 """Blocks of layers: both paths, forward and backward, at any depth."""
 
 import numpy as np
-import pytest
 
 import flashlight_py as fl
 from flashlight_py.tagi.network import FOUR
 from flashlight_py.tagi.states import BaseHiddenStates
+from tests.tables import for_each
 from tests.tagi.helpers import equal, learn, numbers
 
 REAL = np.float32
@@ -44,7 +44,7 @@ def test_layer_block_equals_its_layers() -> None:
     assert block.get_max_num_states() == 5
 
 
-@pytest.mark.parametrize("projected", [False, True])
+@for_each("projected", [False, True])
 def test_res_net_block_adds_both_paths(projected: bool) -> None:
     main, x = fl.tagi.Linear(4, 4), some_states()
     shortcut = fl.tagi.Linear(4, 4) if projected else None

@@ -45,7 +45,7 @@ def test_lstm_steps_equal_pytagi(batch: int, window: int, certain: bool, steps: 
 # --- forward ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("uncertain", ["weights and cells", "inputs"])
+@for_each("uncertain", ["weights and cells", "inputs"])
 def test_lstm_moments_of_a_step_match_random_draws(uncertain: str) -> None:
     """To first order: variances are small compared with the curvature of the gates.
 
@@ -75,7 +75,7 @@ def test_lstm_moments_of_a_step_match_random_draws(uncertain: str) -> None:
     equal(variance[0], h.var(0), rtol=0.06)
 
 
-@pytest.mark.parametrize("certain", [True, False])
+@for_each("certain", [True, False])
 def test_lstm_window_equals_calls_that_carry_priors(certain: bool) -> None:
     window = network("LSTM(2, 4, 6), LSTM(4, 3, 6)")
     single = nn.Sequential(nn.LSTM(2, 4, 1), nn.LSTM(4, 3, 1))

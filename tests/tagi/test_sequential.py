@@ -252,7 +252,7 @@ def chain(seed: int) -> tuple[nn.Sequential, nn.Sequential]:
     return encoder, nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 4))
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@for_each("flat", [False, True])
 def test_chain_of_two_networks_equals_one_network(flat: bool) -> None:
     encoder, decoder = chain(3)
     tagi.manual_seed(3)

@@ -234,7 +234,7 @@ def test_other_updates_reject_invalid_arguments(call: Any, message: str) -> None
         call()
 
 
-@pytest.mark.parametrize("name", ["variance", "slope"])
+@for_each("name", ["variance", "slope"])
 def test_update_raises_value_error_if_an_array_of_the_outputs_is_too_short(name: str) -> None:
     net = nn.Sequential(nn.Linear(3, 400), nn.ReLU())
     net(np.ones((2, 3)))
