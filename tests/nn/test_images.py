@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.autograd import functions as F
 from flashlight_py.autograd import Variable, gradcheck, param
+from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions import convolution
 from flashlight_py.nn import Conv2D, Linear, Module, Pool2D, ReLU, Sequential, Upsample, View
 from tests.nn.oracle import Oracle, weights_of
