@@ -18,17 +18,16 @@ from pathlib import Path
 
 from harness.launchers import ONE_THREAD
 
-__all__ = ["FAULTS", "LIMIT", "MODES", "Fault", "Mode", "Result", "fault_session", "small_tests"]
+__all__ = ["FAULTS", "MODES", "Fault", "Mode", "Result", "fault_session", "small_tests"]
 
 RANKS = 2
-LIMIT = 2.0  # seconds that a test with a fault may take
 SETTLED = 0.3  # seconds after a session, until processes that are ending have ended
 
-# Each preamble defines the markers `two` and `limited`, the function `rank`, and the function
-# `total`, which adds an array over the ranks in place.
+# Each preamble defines the markers `two` and `limited` (to LIMIT seconds), the function `rank`, and
+# the function `total`, which adds an array over the ranks in place.
 OURS = f"""
 import flashlight_py as fl
-two, limited = pytest.mark.ranks({RANKS}), pytest.mark.ranks({RANKS}, timeout={LIMIT:g})
+two, limited = pytest.mark.ranks({RANKS}), pytest.mark.ranks({RANKS}, timeout=LIMIT)
 rank, total = fl.get_world_rank, fl.all_reduce
 """
 _MPI = """
@@ -40,10 +39,10 @@ def total(x):
 MPI_PYTEST = f"""{_MPI}
 two = pytest.mark.parallel({RANKS})
 def limited(test):
-    return pytest.mark.timeout({LIMIT:g})(two(test))
+    return pytest.mark.timeout(LIMIT)(two(test))
 """
 ISOLATE = f"""{_MPI}
-two, limited = pytest.mark.mpi(ranks={RANKS}), pytest.mark.mpi(ranks={RANKS}, timeout={LIMIT:g})
+two, limited = pytest.mark.mpi(ranks={RANKS}), pytest.mark.mpi(ranks={RANKS}, timeout=LIMIT)
 """
 NO_PLUGIN = f"""{_MPI}
 def two(test):
@@ -206,19 +205,22 @@ def small_tests(mode: Mode, python: Path, count: int, most: float) -> Result:
         return result
 
 
-def fault_session(mode: Mode, python: Path, fault: Fault, most: float) -> Result:
-    """Run a test with the fault and then a good test, in at most ``most`` seconds."""
+def fault_session(mode: Mode, python: Path, fault: Fault, limit: float, most: float) -> Result:
+    """Run a test with the fault and then a good test, in at most ``most`` seconds.
+
+    ``limit`` is the number of seconds that the test with the fault may take.
+    """
     text = FAULTY.format(body=fault.body, fixture=fault.fixture, arguments=mode.arguments)
-    with _folder(mode, text) as folder:
+    with _folder(mode, text, limit) as folder:
         return _run(mode, python, folder, "", most)
 
 
 @contextmanager
-def _folder(mode: Mode, text: str) -> Iterator[Path]:
+def _folder(mode: Mode, text: str, limit: float = 60.0) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        imports = "import os\nimport numpy as np\nimport pytest\n"
-        (folder / "test_ranks.py").write_text(imports + mode.preamble + text)
+        head = f"import os\nimport numpy as np\nimport pytest\nLIMIT = {limit:g}\n"
+        (folder / "test_ranks.py").write_text(head + mode.preamble + text)
         (folder / "conftest.py").write_text(CONFTEST)
         (folder / "pytest.ini").write_text("[pytest]\n")
         yield folder

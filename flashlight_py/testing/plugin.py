@@ -290,8 +290,8 @@ class MpiRanks(ForkedRanks):
     def connect(self) -> None:
         if len(set(map(tuple, self.world.allgather(list(self.items))))) > 1:
             raise pytest.UsageError(
-                f"expected the same tests on all {self.world.size} ranks of MPI, got different ones on "
-                f"rank {self.world.rank}. Select and order them without randomness"
+                f"expected the same tests on all {self.world.size} ranks of MPI, got different ones "
+                f"on rank {self.world.rank}. Select and order them without randomness"
             )
         for name, item in self.items.items():
             mark = self.marks.setdefault(name, Mark(1))
