@@ -20,6 +20,7 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.calls import checks
 from flashlight_py.distributed.calls.arrays import (
     LOGICAL,
     Terms,
@@ -32,14 +33,6 @@ from flashlight_py.distributed.calls.arrays import (
     parse_op,
 )
 from flashlight_py.distributed.calls.call import Call, P2POp
-from flashlight_py.distributed.calls.checks import (
-    NUMBERS,
-    OverlapCheck,
-    as_number,
-    check_rank,
-    check_rows,
-    require_bits,
-)
 from flashlight_py.distributed.calls.journal import SENDRECV
 from flashlight_py.distributed.calls.kinds import OTHER, as_numpy, kind_of, user_result
 from flashlight_py.distributed.constants import Op, ReduceOp
@@ -97,10 +90,10 @@ def collective(
             y = call_fast_path(members, verb, x, out, *rest)
             if y is not NotImplemented:
                 return y
-        if verb.numbers and isinstance(x, NUMBERS):
+        if verb.numbers and isinstance(x, checks.NUMBERS):
             if verb.reduces:
-                require_bits(verb.name, x, reduce_op, scale, members.size)
-            array, number = as_number(verb.name, x)
+                checks.require_bits(verb.name, x, reduce_op, scale, members.size)
+            array, number = checks.as_number(verb.name, x)
             done = _prepare(members, verb, array, args)()
             return Then(done, lambda _: number()) if async_op else number()
         if several:
@@ -163,7 +156,7 @@ def _run_list(group: Membership, verb: Verb, xs: Sequence[Any], args: dict[str, 
     if len(outs) != len(xs):
         raise ValueError(f"{verb}: out must have {len(xs)} arrays, as many as x, got {len(outs)}")
     if args["out"] is not None:
-        overlap = OverlapCheck(verb.name, len(outs))
+        overlap = checks.OverlapCheck(verb.name, len(outs))
         for out in (np.empty(0) if out is None else out for out in outs):
             overlap.add(as_array(f"{verb}(out=)", out, of_any_dtype=True, mutable=True))
         for index, x in enumerate(xs):  # x may share memory with its own out
@@ -184,14 +177,14 @@ def _prepare(
     name, op, scale = verb.name, ReduceOp.SUM, 1.0
     root = args["root"]  # a digest of shapes, if arrays were packed
     if verb.rooted:
-        root = check_rank(group.size, name, "root", root)
+        root = checks.check_rank(group.size, name, "root", root)
     array = as_array(name, x, writes=verb.in_place, of_any_dtype=True, mutable=True)
     if verb.ragged and array.ndim == 0:
         array = array.reshape(1)
     if verb.reduces:
         size, is_prefix = group.size, verb.prefix
         op, scale = resolve_reduction(name, array.dtype, args["op"], args["scale"], size, is_prefix)
-    rows = check_rows(name, array, args["rows"], group.size) if verb.cuts else None
+    rows = checks.check_rows(name, array, args["rows"], group.size) if verb.cuts else None
     own_rows = None if rows is None else rows[group.rank]
     call = Call(verb, None, op, scale, root, rows=rows, blocking=not args["async_op"])
     call.received = received

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py import _native
+from flashlight_py import _native, errors
 from flashlight_py.device import Array
 from flashlight_py.distributed import verbs
 from flashlight_py.distributed.backend import Backend
@@ -37,13 +37,6 @@ from flashlight_py.distributed.failures.agreement import Agreement, Load, betwee
 from flashlight_py.distributed.failures.wording import names
 from flashlight_py.distributed.memory.memory_room import shared_array
 from flashlight_py.distributed.work import FAILURES, Done, Then, Work, wait_for, wait_timeout_error
-from flashlight_py.errors import (
-    CollectiveTimeoutError,
-    DistributedError,
-    GroupClosedError,
-    MismatchError,
-    PeerLostError,
-)
 
 # For a receive from any rank: maximum seconds of one poll, and of the wait between two polls.
 _LOOK_SECONDS, _SLICE_SECONDS = 1e-5, 0.02
@@ -204,7 +197,7 @@ class HierarchicalBackend(Backend):
     def _refuse(self, call: Call) -> Work:
         """Make the other ranks raise an error because this rank rejected ``call``."""
         if not self._checked:  # no comparison would notify other ranks
-            self.end(MismatchError(f"{names([self.rank])} called {call}"))
+            self.end(errors.MismatchError(f"{names([self.rank])} called {call}"))
             return Done()
         work = self._start(replace(call, blocking=False), lambda: None)
         assert isinstance(work, FutureWork)
@@ -247,24 +240,24 @@ class HierarchicalBackend(Backend):
                 return self._calls.take(call, message)
             self._rows = message.lengths
             return run()
-        except MismatchError as error:
+        except errors.MismatchError as error:
             if not error.group_lives:
                 self.end(error)
             elif not self._checked:  # other ranks may still be inside the call
                 self._close_backends()
             raise
-        except (PeerLostError, CollectiveTimeoutError) as error:
+        except (errors.PeerLostError, errors.CollectiveTimeoutError) as error:
             # A connection between hosts may close before it delivers the reason of a loss. A rank
             # of this host may have received the reason.
-            loss = self._inside.lost(call.name) if isinstance(error, PeerLostError) else None
-            cause = loss if isinstance(loss, PeerLostError) else error
+            loss = self._inside.lost(call.name) if isinstance(error, errors.PeerLostError) else None
+            cause = loss if isinstance(loss, errors.PeerLostError) else error
             self.end(cause)
-            late = self._checked and isinstance(error, CollectiveTimeoutError)
+            late = self._checked and isinstance(error, errors.CollectiveTimeoutError)
             last = f". {self._agreement.last()}" if late else ""
             raise type(error)(f"in {call.steps}: {cause}{last}") from error
         except ValueError:  # this rank's ``out`` has a wrong size; the group is intact
             raise
-        except GroupClosedError as error:
+        except errors.GroupClosedError as error:
             raise self.host_loss_or(call.name, error) from error
         except BaseException as error:
             abort.report(error, self._parts)
@@ -275,20 +268,20 @@ class HierarchicalBackend(Backend):
         """Return ``wait()``. If it raises an error that breaks one backend, end the others too."""
         try:
             return wait()
-        except GroupClosedError as error:
+        except errors.GroupClosedError as error:
             raise self.host_loss_or(doing, error) from error
-        except DistributedError as error:
-            group_lives = isinstance(error, MismatchError) and error.group_lives
+        except errors.DistributedError as error:
+            group_lives = isinstance(error, errors.MismatchError) and error.group_lives
             if not (group_lives or error.goes_on):
                 self.end(error)
             raise
 
-    def host_loss_or(self, doing: str, error: GroupClosedError) -> DistributedError:
+    def host_loss_or(self, doing: str, error: errors.GroupClosedError) -> errors.DistributedError:
         """Return an error that names lost hosts, if their loss closed the group; else ``error``."""
         if self._is_closed:
             return error
         loss = self._flat.lost(doing)
-        cause = loss if isinstance(loss, PeerLostError) else error
+        cause = loss if isinstance(loss, errors.PeerLostError) else error
         self.end(cause)
         return cause
 
@@ -301,12 +294,12 @@ class HierarchicalBackend(Backend):
         for part in self._parts:  # wait for messages
             self.guarded("sync_distributed", part.synchronize)
 
-    def end(self, error: DistributedError) -> None:
+    def end(self, error: errors.DistributedError) -> None:
         """End all backends, because ``error`` occurred in one of them."""
         self.abort(error)
         self._close_backends()
 
-    def abort(self, cause: str | DistributedError) -> None:
+    def abort(self, cause: str | errors.DistributedError) -> None:
         for backend in self._parts:
             backend.abort(cause)
 
@@ -314,11 +307,11 @@ class HierarchicalBackend(Backend):
         for backend in self._parts:
             backend.leave()
 
-    def lost(self, doing: str) -> DistributedError | None:
+    def lost(self, doing: str) -> errors.DistributedError | None:
         """See ``Backend``. After a loss, abort the backends that have not detected it."""
         losses = {part: part.lost(doing) for part in self._parts if part not in self._notified}
         cause = next(filter(None, losses.values()), None)
-        if isinstance(cause, PeerLostError):
+        if isinstance(cause, errors.PeerLostError):
             for part in (part for part, loss in losses.items() if loss is None):
                 self._notified.append(part)
                 part.abort(cause)
@@ -418,7 +411,7 @@ class PartWork(Work):
         while not self._is_decided():
             if (left := end - time.monotonic()) <= 0:
                 return False
-            with suppress(DistributedError):  # ``_finish`` raises the error
+            with suppress(errors.DistributedError):  # ``_finish`` raises the error
                 flat.wait(min(left, _LOOK_SECONDS))  # notify the library that a thread waits
             if self._claim is not None and not self._is_decided():
                 native = _native.load_extension("gloo")

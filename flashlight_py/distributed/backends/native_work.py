@@ -14,14 +14,7 @@ from flashlight_py._native import codes
 from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.native_errors import failure
-from flashlight_py.distributed.calls import journal
-from flashlight_py.distributed.calls.arrays import (
-    ENCODED_PART,
-    check_out_rows,
-    decode_part,
-    dtype_of_code,
-    row_count,
-)
+from flashlight_py.distributed.calls import arrays, journal
 from flashlight_py.distributed.verbs import SCATTER, VERBS
 from flashlight_py.distributed.work import Work, wait_timeout_error
 from flashlight_py.errors import DistributedError
@@ -170,8 +163,8 @@ class NativeWork(Work):
         signature = self._signatures()[self._root]
         code = signature.dtype & ~(codes.COMPARED | codes.ON_GPU)
         if code == MOVED:
-            return ENCODED_PART, (signature.count,)
-        return dtype_of_code(code), tuple(signature.shape[0 : signature.ndim])
+            return arrays.ENCODED_PART, (signature.count,)
+        return arrays.dtype_of_code(code), tuple(signature.shape[0 : signature.ndim])
 
     def _signatures(self) -> Any:
         return self._lib.fl_op_signatures(self._handle)
@@ -183,16 +176,18 @@ class NativeWork(Work):
             return result
         signatures = self._signatures()
         rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
-        if result is not None and row_count(result) == rows:  # empty rows, so no bytes arrived
+        if (
+            result is not None and arrays.row_count(result) == rows
+        ):  # empty rows, so no bytes arrived
             return result
         if self._out is not None:
-            check_out_rows(self._name, self._out, rows, backend.rank, backend.size)
+            arrays.check_out_rows(self._name, self._out, rows, backend.rank, backend.size)
         return self._wrap(self._like.dtype, (rows, *self._like.shape[1:]))
 
     def _scattered(self) -> Array:
         dtype, shape = self._sent()
-        if dtype is ENCODED_PART:
-            return decode_part(self._wrap(np.dtype(np.uint8), shape))
+        if dtype is arrays.ENCODED_PART:
+            return arrays.decode_part(self._wrap(np.dtype(np.uint8), shape))
         return self._wrap(dtype, shape)
 
     def _wrap(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:

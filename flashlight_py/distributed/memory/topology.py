@@ -16,21 +16,9 @@ from dataclasses import dataclass
 from socket import AF_INET, AF_INET6, AddressFamily
 from typing import Any, NamedTuple
 
-from flashlight_py import _native, errors, system
-from flashlight_py.distributed.memory.memory_file import (
-    MemoryFile,
-    needs_names,
-    open_memory,
-    process_space,
-)
+from flashlight_py import _native, errors, interfaces, system
+from flashlight_py.distributed.memory import memory_file
 from flashlight_py.distributed.rendezvous.store import Store, host_identity, name_ranks
-from flashlight_py.interfaces import (
-    addresses_of,
-    family_of,
-    interfaces,
-    is_loopback,
-    source_address,
-)
 
 _FAMILIES = {AF_INET: "IPv4", AF_INET6: "IPv6"}
 
@@ -81,7 +69,7 @@ def exchange_process_info(store: Store, checks: bool) -> None:
     Raises UnavailableEverywhereError if only some ranks compare their calls (``checks``).
     """
     process = f"process {system.getpid()} on {system.gethostname()}"
-    facts = [process, process_space(), host_identity(), checks]
+    facts = [process, memory_file.process_space(), host_identity(), checks]
     texts = store.exchange(json.dumps(facts).encode())
     store.processes, store.spaces, store.hosts, store.named, without = texts.derived(_processes)
     if 0 < len(without) < store.size:
@@ -96,7 +84,7 @@ def _processes(texts: Sequence[bytes]) -> tuple[Any, ...]:
     rows = ([unique.setdefault(value, value) for value in json.loads(text)] for text in texts)
     processes, spaces, hosts, checks = zip(*rows, strict=True)
     without = [rank for rank, compares in enumerate(checks) if not compares]
-    return processes, spaces, hosts, needs_names(spaces), without
+    return processes, spaces, hosts, memory_file.needs_names(spaces), without
 
 
 class Sharing(NamedTuple):
@@ -142,7 +130,7 @@ def ranks_by_memory(store: Store) -> Sharing:
     try:
         try:
             _native.load_extension("shm")
-            file = MemoryFile(store.named)
+            file = memory_file.MemoryFile(store.named)
             os.posix_fallocate(file.fd, 0, len(nonce))
             os.pwrite(file.fd, nonce.encode(), 0)
         except (OSError, errors.BackendUnavailableError) as error:
@@ -182,7 +170,7 @@ def _read_problem(offer: Sequence[str], own_domain: str) -> str:
     if problem or domain != own_domain:
         return problem or f"it has FLASHLIGHT_MEMORY_DOMAIN={domain!r}"
     try:
-        with open_memory(path) as fd:
+        with memory_file.open_memory(path) as fd:
             is_same = os.pread(fd, len(nonce), 0) == nonce.encode()
     except OSError as error:
         return str(error)
@@ -230,11 +218,11 @@ def address_between_hosts(
     card = Card(
         host=own_host,
         name=system.gethostname(),
-        has=", ".join(map(" ".join, interfaces())),
+        has=", ".join(map(" ".join, interfaces.interfaces())),
         addresses=addresses[store.rank],
         interface=interface,
-        interface_addresses=addresses_of(interface) if interface else (),
-        sources=[source for source in map(source_address, targets) if source],
+        interface_addresses=interfaces.addresses_of(interface) if interface else (),
+        sources=[source for source in map(interfaces.source_address, targets) if source],
         ends={str(rank): ends for rank, ends in store.ends.items()},
     )
     texts = store.exchange(json.dumps(card).encode())
@@ -260,9 +248,9 @@ def address_inside(interface: str) -> str:
     Without an ``interface`` (name or address) this is the loopback, which other machines cannot
     reach. Raises BackendUnavailableError if the host has no such interface or address.
     """
-    addresses = addresses_of(interface) if interface else ["127.0.0.1"]
+    addresses = interfaces.addresses_of(interface) if interface else ["127.0.0.1"]
     if not addresses:
-        has = ", ".join(map(" ".join, interfaces())) or "only the loopback"
+        has = ", ".join(map(" ".join, interfaces.interfaces())) or "only the loopback"
         raise errors.BackendUnavailableError(
             f"{interface!r} is neither an interface nor an address of this host, which has {has}. "
             "Set params={'INTERFACE': ...} to one of these"
@@ -308,7 +296,11 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
 
 
 def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str]:
-    good = [source for source in card.sources if source not in bad and not is_loopback(source)]
+    good = [
+        source
+        for source in card.sources
+        if source not in bad and not interfaces.is_loopback(source)
+    ]
     for family in _FAMILIES:  # a host's only address of a family is a candidate
         only = [address for address in _of_family(card.addresses, family) if address not in bad]
         good += only if len(only) == 1 else []
@@ -343,7 +335,7 @@ def shared_addresses(hosts: Iterable[tuple[str, Sequence[str]]]) -> set[str]:
 
 
 def _of_family(addresses: Iterable[str], family: AddressFamily) -> list[str]:
-    return [address for address in addresses if family_of(address) == family]
+    return [address for address in addresses if interfaces.family_of(address) == family]
 
 
 # Why there is no address --------------------------------------------------------------------------

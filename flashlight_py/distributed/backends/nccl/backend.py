@@ -12,7 +12,7 @@ from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.nccl import launching
+from flashlight_py.distributed.backends.nccl import launching, streams
 from flashlight_py.distributed.backends.nccl.communicator import (
     FINALIZE_SECONDS,
     LOOK_SECONDS,
@@ -23,12 +23,6 @@ from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begin
 from flashlight_py.distributed.backends.nccl.launching import Launcher, Step
 from flashlight_py.distributed.backends.nccl.library import version_text
 from flashlight_py.distributed.backends.nccl.reduction import BYTES, OPS, form_of
-from flashlight_py.distributed.backends.nccl.streams import (
-    MAX_PENDING,
-    DeviceFlight,
-    Flights,
-    NcclWatchdog,
-)
 from flashlight_py.distributed.calls.arrays import check_out_rows, row_bytes, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import RESULTS, split_rows
@@ -62,13 +56,13 @@ class NcclBackend(Backend):
             self._make_event = functools.partial(cupy.cuda.Event, disable_timing=True)
             # All calls share this event: a wait uses the event's latest record before the wait.
             self._ready = self._make_event()
-            self._flights = Flights(self._make_event() for _ in range(MAX_PENDING))
+            self._flights = streams.Flights(self._make_event() for _ in range(streams.MAX_PENDING))
         self._launcher = Launcher(nccl, int(self._stream.ptr), int(self._ready.ptr))
         # Existing connections for messages: (launching.SEND or launching.RECV, peer rank).
         self._connected: set[tuple[int, int]] = set()
         self._bytes = self._empty((2,), cupy.uint8)
         self._comparisons = Comparisons(cpu, communicator)
-        self._watchdog = NcclWatchdog(cupy.cuda, device, self._flights, self._comparisons)
+        self._watchdog = streams.NcclWatchdog(cupy.cuda, device, self._flights, self._comparisons)
         communicator.find_missing = self._comparisons.find_missing
         communicator.on_wait = functools.partial(self._watchdog.check, needs_all=True)
 
@@ -334,7 +328,7 @@ class NcclBackend(Backend):
                 event.record(self._stream)
                 if call.blocking:
                     self.current_stream().wait_event(event)
-            flight = DeviceFlight(verb, event, kept, self._comparisons.latest)
+            flight = streams.DeviceFlight(verb, event, kept, self._comparisons.latest)
             done = Done(result)
             if recorder is not None:
                 recorder.keep(event, kept, packed)
@@ -367,7 +361,7 @@ class NcclBackend(Backend):
                 return int(communicator.lib.ncclSuccess)
 
             communicator.call(name, begin)
-            self._flights.add(DeviceFlight(name, event, ()))
+            self._flights.add(streams.DeviceFlight(name, event, ()))
 
     def _connect(self, verb: str, steps: Iterable[Step]) -> None:
         """Exchange one byte with each peer in ``steps`` that has no connection yet."""
@@ -473,9 +467,9 @@ def _lengths(array: Array, rows: Sequence[int]) -> dict[int, int]:
 class StreamWork(Work):
     """A collective on the device. ``wait`` blocks the caller's current stream, not the host."""
 
-    def __init__(self, backend: NcclBackend, flight: DeviceFlight, result: Any) -> None:
+    def __init__(self, backend: NcclBackend, flight: streams.DeviceFlight, result: Any) -> None:
         self._backend, self._result = backend, result
-        self.flight: DeviceFlight = flight
+        self.flight: streams.DeviceFlight = flight
 
     def wait(self, timeout: float | None = None) -> Any:
         """Block the current stream; return the result. With ``timeout``, block the host first."""
