@@ -9,7 +9,7 @@ from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath
+from flashlight_py.distributed.calls.fast_path import EntryPoints
 from flashlight_py.distributed.calls.journal import Journal
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import Verb
@@ -39,6 +39,10 @@ class Backend(abc.ABC):
     network: Any = None  # backend whose TCP connections subgroups reuse, or None
     memory: Any = None  # backend whose shared memory subgroups reuse, or None
     memory_ranks: Sequence[int] = ()  # for each rank: its rank in ``memory``, or -1
+    parts: Sequence[Backend] = ()  # backends that this backend uses for the same ranks
+    callers: Any = None  # threads inside a call (``Callers``), or None
+    shared_by_all: Any = None  # allocates arrays for ``shared_arrays``; None: ranks share no memory
+    look_back: Any = None  # see ``ShmBackend``; None: ``Call.is_ahead`` has no effect
 
     @abc.abstractmethod
     def start(self, call: Call) -> Work:
@@ -56,13 +60,15 @@ class Backend(abc.ABC):
         """Run ``verb`` as one step of another call, for at most ``seconds``. Return the result."""
         return self.start(Call(verb, array, seconds=seconds)).wait()
 
-    def bind(self, journal: Journal) -> FastPath:
+    def bind(self, journal: Journal) -> EntryPoints:
         """Return a fast path for this group. Its calls are recorded in ``journal``."""
         return EntryPoints()
 
     def limit(self, seconds: float) -> None:
         """Set ``timeout`` for new operations, except on existing fast paths. Not collective."""
         self.timeout = seconds
+        for part in self.parts:
+            part.limit(seconds)
 
     @abc.abstractmethod
     def synchronize(self) -> None:
@@ -72,28 +78,36 @@ class Backend(abc.ABC):
     def close(self) -> None:
         """Fail pending operations and release all resources. Not collective; idempotent."""
 
-    def abort(self, cause: str | DistributedError) -> None:  # noqa: B027 (optional method)
+    def cupy_side(self) -> Backend | None:
+        """Return a backend of the same ranks for CuPy arrays; None: NCCL moves such arrays."""
+        return None
+
+    def abort(self, cause: str | DistributedError) -> None:
         """End the group on all ranks because this rank stops.
 
         The other ranks raise ``PeerLostError``. ``cause`` is the traceback of this rank as text,
         with the exception in its first line, or an error that another rank has raised. Not
         collective. Blocks for at most 0.5 s.
         """
+        for part in self.parts:
+            part.abort(cause)
 
     def lost(self, doing: str) -> DistributedError | None:
         """Return an error for the operation ``doing`` if the group is unusable. Does not block."""
-        return None
+        return next(filter(None, (part.lost(doing) for part in self.parts)), None)
 
-    def leave(self) -> None:  # noqa: B027
+    def leave(self) -> None:
         """Notify the other ranks that this rank sends no more messages. Does not block."""
+        for part in self.parts:
+            part.leave()
 
-    def abandon(self) -> None:  # noqa: B027
+    def abandon(self) -> None:  # noqa: B027 (optional method)
         """Close file descriptors only. A child that was forked from a rank calls this."""
 
     def is_busy(self) -> bool:
         """Return whether an operation of this rank has not ended. Other ranks may wait for it."""
-        return False
+        return any(part.is_busy() for part in self.parts)
 
     def is_calling(self) -> bool:
         """Return whether this thread runs a signal handler that has interrupted a call."""
-        return False
+        return self.callers is not None and self.callers.contains_this_thread()

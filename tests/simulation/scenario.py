@@ -124,10 +124,9 @@ def native_stood_in_for() -> Iterator[None]:
         (initialize, "abort"): SimpleNamespace(
             install_hooks=lambda: None, uninstall_hooks=lambda: None
         ),
-        (topology, "MemoryFile"): _Memory,
         (memory_file, "MemoryFile"): _Memory,
         (topology, "_read_problem"): _unreadable,
-        (topology, "process_space"): lambda: f"{system.gethostname()} pid",
+        (memory_file, "process_space"): lambda: f"{system.gethostname()} pid",
     }
     with ExitStack() as ends:
         for (module, name), value in stand_ins.items():

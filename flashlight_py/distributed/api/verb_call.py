@@ -125,7 +125,7 @@ _cached_reduction = functools.lru_cache(256)(resolve_reduction)
 def call_fast_path(group: Membership, verb: Verb, x: Any, out: Any, *args: Any) -> Any:
     """Run a call in native code. Return NotImplemented if native code cannot handle the call.
 
-    ``args`` are the arguments of ``FastPath.collective`` from ``op`` to ``async_op``.
+    ``args`` are the arguments of ``EntryPoints.collective`` from ``op`` to ``async_op``.
     """
     array, room = as_numpy(x), None if out is None else as_numpy(out)
     written = array if verb.in_place else room

@@ -81,9 +81,9 @@ class HierarchicalBackend(Backend):
             memory_ranks = dict(zip(self._host, inside.memory_ranks, strict=True))
             self.memory = inside.memory
             self.memory_ranks = [memory_ranks.get(rank, -1) for rank in range(self.size)]
-        self._parts = [part for part in (inside, between, flat) if part is not None]
+        self.parts = [part for part in (inside, between, flat) if part is not None]
         composite = object()
-        for part in self._parts:
+        for part in self.parts:
             part.composite = composite
             if isinstance(part, NativeBackend) and isinstance(flat, GlooBackend):
                 flat.propagate_host_loss(part)
@@ -91,7 +91,7 @@ class HierarchicalBackend(Backend):
         self._agreement = Agreement(inside, between, flat)
         self._calls = HostCalls(rank, hosts, inside, between, self._agreement.runs_ahead)
         self._set_timeouts(timeout)
-        self._callers = Callers(f"rank {rank} of {flat.size}", self._parts)
+        self.callers = Callers(f"rank {rank} of {flat.size}", self.parts)
         self._steps: dict[verbs.Verb, Callable[[Call], Any]] = {
             verbs.ALL_REDUCE: self._calls.all_reduce,
             verbs.BROADCAST: self._calls.broadcast,
@@ -110,7 +110,7 @@ class HierarchicalBackend(Backend):
 
     def limit(self, seconds: float) -> None:
         self._set_timeouts(seconds)
-        for part in self._parts:
+        for part in self.parts:
             part.limit(seconds if part is self._inside else between_hosts(seconds))
 
     def _set_timeouts(self, seconds: float) -> None:
@@ -132,7 +132,7 @@ class HierarchicalBackend(Backend):
         return self._start(call, lambda: run(call))
 
     def _message(self, call: Call) -> Work:
-        self._callers.check("refuse" if call.refusal else call.name)
+        self.callers.check("refuse" if call.refusal else call.name)
         if call.peer == ANY_RANK:
             return self._receive_open(call)
         is_inside = call.peer in self._host
@@ -206,13 +206,13 @@ class HierarchicalBackend(Backend):
 
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
         """Run ``call`` here if it blocks and no call is pending; else queue it for the thread."""
-        thread, number = self._callers.check(call.name), self.count[0]
+        thread, number = self.callers.check(call.name), self.count[0]
         ended = list(takewhile(FutureWork.is_completed, self._running))  # operations end in order
         if ended:
             self._running = self._running[len(ended) :]
             self._failed = [work for work in (*self._failed, *ended) if not work.has_ended_well()]
         try:
-            self._callers.threads.add(thread)
+            self.callers.threads.add(thread)
             if call.blocking and not self._running:
                 return Done(self._run(call, number, run))
             if self._thread is None:
@@ -220,7 +220,7 @@ class HierarchicalBackend(Backend):
             work = FutureWork(self._thread.submit(self._run_on_thread, caller(), call, number, run))
             work.is_settled = call.compared  # the caller of a comparison handles its error
         finally:
-            self._callers.threads.discard(thread)
+            self.callers.threads.discard(thread)
         self._running.append(work)
         return work
 
@@ -230,7 +230,7 @@ class HierarchicalBackend(Backend):
 
     def _run(self, call: Call, number: int, run: Callable[[], Any]) -> Any:
         """Compare the calls, then call ``run``. If one backend breaks, end the others."""
-        for part in self._parts:
+        for part in self.parts:
             part.count = (number,)  # errors name the call by this number
         try:
             if not self._checked:
@@ -260,7 +260,7 @@ class HierarchicalBackend(Backend):
         except errors.GroupClosedError as error:
             raise self.host_loss_or(call.name, error) from error
         except BaseException as error:
-            abort.report(error, self._parts)
+            abort.report(error, self.parts)
             self._close_backends()
             raise
 
@@ -285,13 +285,10 @@ class HierarchicalBackend(Backend):
         self.end(cause)
         return cause
 
-    def is_calling(self) -> bool:
-        return self._callers.contains_this_thread()
-
     def synchronize(self) -> None:
         # Copy the lists, because a rejected call that still runs changes them.
         wait_for([*self._failed, *self._running, *self._receives])
-        for part in self._parts:  # wait for messages
+        for part in self.parts:  # wait for messages
             self.guarded("sync_distributed", part.synchronize)
 
     def end(self, error: errors.DistributedError) -> None:
@@ -299,17 +296,9 @@ class HierarchicalBackend(Backend):
         self.abort(error)
         self._close_backends()
 
-    def abort(self, cause: str | errors.DistributedError) -> None:
-        for backend in self._parts:
-            backend.abort(cause)
-
-    def leave(self) -> None:
-        for backend in self._parts:
-            backend.leave()
-
     def lost(self, doing: str) -> errors.DistributedError | None:
         """See ``Backend``. After a loss, abort the backends that have not detected it."""
-        losses = {part: part.lost(doing) for part in self._parts if part not in self._notified}
+        losses = {part: part.lost(doing) for part in self.parts if part not in self._notified}
         cause = next(filter(None, losses.values()), None)
         if isinstance(cause, errors.PeerLostError):
             for part in (part for part, loss in losses.items() if loss is None):
@@ -319,7 +308,7 @@ class HierarchicalBackend(Backend):
 
     def is_busy(self) -> bool:
         is_idle = all(work.is_completed() for work in (*self._running, *self._receives))
-        return not is_idle or any(part.is_busy() for part in self._parts)
+        return not is_idle or super().is_busy()
 
     def close(self) -> None:
         """Close the backends, so that pending operations end. Then stop this backend's thread."""
@@ -328,11 +317,11 @@ class HierarchicalBackend(Backend):
         thread, self._thread = self._thread, None
         # The code that a signal handler interrupted may hold the queue's lock: do not wait for the
         # thread.
-        if thread is not None and not self._callers.contains_this_thread():
+        if thread is not None and not self.callers.contains_this_thread():
             thread.shutdown(cancel_futures=True)
 
     def _close_backends(self) -> None:
-        for backend in self._parts:
+        for backend in self.parts:
             backend.close()
 
 

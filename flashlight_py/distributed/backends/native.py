@@ -38,7 +38,7 @@ from flashlight_py.distributed.calls.arrays import (
     row_bytes,
 )
 from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Matched
-from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
+from flashlight_py.distributed.calls.fast_path import EntryPoints, dropped
 from flashlight_py.distributed.calls.journal import NATIVE, OBJECTS, SENDRECV, Journal, Ring, forked
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.rendezvous.store import Store
@@ -139,12 +139,12 @@ class NativeBackend(Backend):
         self._sites: dict[call_site.Site, Any] = {}
         self._running: dict[Any, None] = {}  # an ordered set; several threads change it
         self._most_running = _LEAST_RUNNING
-        self._callers = callers.Callers(self.name)
+        self.callers = callers.Callers(self.name)
         self._first: list[Any] = []  # garbage-collected shared arrays, which the next call frees
         self._step: EntryPoints | None = None  # for ``step``; None until its first call
         self._kept: list[Any] = []  # buffers that the library may write until it frees the group
 
-    def bind(self, journal: Journal) -> FastPath:
+    def bind(self, journal: Journal) -> EntryPoints:
         """Return native functions that accept plain NumPy arrays directly; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
@@ -163,7 +163,7 @@ class NativeBackend(Backend):
     def _bound(self, fast: Any, ring: Ring) -> EntryPoints:
         fast.verbs(FLAGS)
         group = self._open("bind")
-        self._callers.native_header = ring.header
+        self.callers.native_header = ring.header
         self._kept.append(ring.memory)
         of_op = [f"fl_op_{name}" for name in ("stamp", "wait", "signatures", "output", "free")]
         names = ("fl_run", "fl_exchange", *of_op, *self.steps)
@@ -174,7 +174,7 @@ class NativeBackend(Backend):
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_call_site),
             (AllOf, _raise_forked_error, light_work(fast), self._running),
-            *(ring.memory, ring.notes, call_site.hidden_files(), self._callers.threads),
+            *(ring.memory, ring.notes, call_site.hidden_files(), self.callers.threads),
             (self._first, dropped),
         )
         return EntryPoints(*functions_of_group)
@@ -290,7 +290,7 @@ class NativeBackend(Backend):
         replace ``call.array`` and ``output``. The Work keeps ``keep`` alive, and returns ``result``
         (default: ``call.array``).
         """
-        group, thread = self._open(call.name), self._callers.check(call.name)
+        group, thread = self._open(call.name), self.callers.check(call.name)
         verb, array = call.verb, call.array
         seconds = self.timeout if call.seconds is None else call.seconds
         if root is None:
@@ -305,7 +305,7 @@ class NativeBackend(Backend):
             code = BARRIER.code
         like = array if like is None else like
         try:
-            self._callers.threads.add(thread)
+            self.callers.threads.add(thread)
             if self._first:
                 self._forget_collected(group)
             signature, name = signature_of(self.ffi, call, like, code, root)
@@ -324,7 +324,7 @@ class NativeBackend(Backend):
             handle = self.lib.fl_run(group, signature, *addresses, *options)
             callers.raise_interruption(self.lib, handle)
         finally:
-            self._callers.threads.discard(thread)
+            self.callers.threads.discard(thread)
         if handle == self.ffi.NULL:
             return Done(output if result is GATHERED else None if result is COMPARED else result)
         if call.compared:
@@ -349,9 +349,6 @@ class NativeBackend(Backend):
                 if other.has_ended_well():
                     self.forget(other)
             self._most_running = max(_LEAST_RUNNING, 2 * len(self._running))
-
-    def is_calling(self) -> bool:
-        return self._callers.contains_this_thread()
 
     def _open(self, name: str) -> Any:
         if (group := self.group) is None:

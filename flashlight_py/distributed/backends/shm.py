@@ -82,7 +82,12 @@ class ShmBackend(NativeBackend):
         return self._owned(group)
 
     def look_back(self, name: str, seconds: float) -> bool:
-        """Compare calls that this rank made before other ranks joined; see ``ComparesAhead``."""
+        """Return whether all ranks have joined the calls that this rank made ahead. Does not block.
+
+        Such calls (``Call.is_ahead``) return before other ranks join. ``name`` is the name of the
+        last call, for errors. Raises MismatchError if the ranks made different calls, and
+        CollectiveTimeoutError if a rank is late by more than ``seconds``.
+        """
         if (group := self.group) is None:
             return True  # the next wait raises the error
         is_behind = self.ffi.new("int *")

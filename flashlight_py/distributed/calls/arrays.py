@@ -408,7 +408,7 @@ def may_overlap(one: Array, other: Array) -> bool:
 
 
 def row_count(array: Any) -> int:
-    """Return the first dimension of an array, or of the tuple that ``FastPath`` accepts."""
+    """Return the first dimension of an array, or of the tuple that ``EntryPoints`` accepts."""
     shape = array[2] if type(array) is tuple else array.shape
     return int(shape[0])
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed.backend import Backend
@@ -41,13 +41,6 @@ _LEAST_UNFINISHED = 8  # number of unfinished results before the first cleanup
 subgroup_numbers = itertools.count(1)  # the number of this process's next subgroup
 # Backends of the parent process. References keep a forked child from destroying them.
 _inherited: list[list[Backend]] = []
-
-
-@runtime_checkable
-class HasCupySide(Protocol):
-    """A backend whose library also moves CuPy arrays, without NCCL."""
-
-    def cupy_side(self) -> Backend: ...
 
 
 @dataclass(frozen=True)
@@ -169,8 +162,8 @@ class Membership:
                     f"rank {self.rank} of {self.size}: expected a NumPy array because this group "
                     "has no NCCL, got a CuPy array. Pass array.get()."
                 )
-            backend, join = self.backend(), self._joiner.join_gpus
-            self.gpus = backend.cupy_side() if isinstance(backend, HasCupySide) else join(backend)
+            backend = self.backend()
+            self.gpus = backend.cupy_side() or self._joiner.join_gpus(backend)
             self._backends.insert(0, self.gpus)
             self.open_fast_path()
         return self.gpus
