@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flashlight_py.checks import check_integer
 from flashlight_py.device import is_cupy
 from flashlight_py.structure import thread_state
 
@@ -30,11 +31,7 @@ def set_seed(seed: int) -> None:
         ValueError: If ``seed`` is negative.
     """
     global _seed  # noqa: PLW0603 - the seed of the process is what this module is for
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise TypeError(f"set_seed: seed must be an integer, got {type(seed).__name__}")
-    if seed < 0:
-        raise ValueError(f"set_seed: seed must be at least 0, got {seed}")
-    _seed = int(seed)
+    _seed = check_integer("set_seed", "seed", seed)
     use(None)
     _generators.clear()
 

@@ -11,6 +11,7 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions import losses
 from flashlight_py.autograd.functions.activations import is_by_tanh
 from flashlight_py.autograd.functions.elementwise import check_ratio
+from flashlight_py.checks import check_integer
 from flashlight_py.device import widened
 from flashlight_py.nn import init
 from flashlight_py.nn.module import Module
@@ -245,12 +246,7 @@ class Embedding(Module):
 
 def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
     """Return ``sizes``. TypeError unless all are integers. ValueError if one is below ``least``."""
-    for name, value in sizes.items():
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-            raise TypeError(f"{layer}: {name} must be an integer, got {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{layer}: {name} must be at least {least}, got {value}")
-    return tuple(map(int, sizes.values()))
+    return tuple(check_integer(layer, name, value, least) for name, value in sizes.items())
 
 
 class Container(Module):

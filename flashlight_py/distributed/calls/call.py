@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from flashlight_py.checks import as_integer
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.calls.arrays import dtype_name
-from flashlight_py.distributed.calls.checks import as_integer
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_REDUCE, BROADCAST, RECV, SCATTER, Verb
 
