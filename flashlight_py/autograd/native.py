@@ -16,7 +16,7 @@ import numpy as np
 from flashlight_py.autograd.engine import extension
 from flashlight_py.autograd.graph import recording
 from flashlight_py.autograd.variable import Variable, record_all
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module, as_packed, is_cupy
 
 Made = Sequence[tuple[tuple[int, ...], Any]]
 
@@ -66,14 +66,6 @@ def kernel(name: str, array: Array) -> Kernel | None:
     return _kernel(f"{name}:{dtype.char}") if is_supported else None
 
 
-def as_contiguous(array: Array) -> Array:
-    """Return ``array`` itself if it is C-contiguous, aligned and native-endian, else a copy."""
-    flags, dtype = array.flags, array.dtype
-    if flags.c_contiguous and (is_cupy(array) or (flags.aligned and dtype.isnative)):
-        return array
-    return array.astype(dtype.newbyteorder("="), order="C")
-
-
 def channels_last(array: Array) -> Array:
     """Return a view ``[N, ..., C]`` of ``[N, C, ...]``."""
     return array.transpose(0, *range(2, array.ndim), 1)
@@ -102,7 +94,7 @@ def apply_elementwise(
     if native is None:
         return None
     is_last = is_channels_last(x) if is_last is None else is_last
-    x = as_contiguous(channels_last(x) if is_last else x)
+    x = as_packed(channels_last(x) if is_last else x)
     out = native(((x.shape, x.dtype),) * results, (x.size,), numbers, x, *seed)
     if not is_last:
         return out
@@ -124,7 +116,7 @@ def record_mapped(name: str, x: Variable) -> Variable | None:
 
     def vjp(grad: Array) -> Any:
         if is_channels_last(slope):  # NumPy's product of two layouts is C-contiguous
-            return channels_second(as_contiguous(channels_last(grad)) * channels_last(slope))
+            return channels_second(as_packed(channels_last(grad)) * channels_last(slope))
         return grad * slope
 
     vjp.__qualname__ = name

@@ -15,10 +15,10 @@ import numpy as np
 from flashlight_py.autograd.functions.dimensions import reshape
 from flashlight_py.autograd.functions.elementwise import add, as_variable
 from flashlight_py.autograd.graph import Vjp
-from flashlight_py.autograd.native import as_contiguous, channels_last, channels_second, kernel
+from flashlight_py.autograd.native import channels_last, channels_second, kernel
 from flashlight_py.autograd.precision import as_floating, as_half
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
-from flashlight_py.device import Array, array_module, narrowed, widened
+from flashlight_py.device import Array, array_module, as_packed, narrowed, widened
 
 Pair: TypeAlias = int | tuple[int, int]
 _Two: TypeAlias = tuple[int, int]
@@ -102,8 +102,8 @@ def conv2d(
     def read(variable: Variable) -> Array:
         return widened(variable.data.astype(dtype, copy=False))
 
-    images, filters = _rows(read(x)), as_contiguous(read(weight))
-    added = None if bias is None else as_contiguous(read(bias))
+    images, filters = _rows(read(x)), as_packed(read(weight))
+    added = None if bias is None else as_packed(read(bias))
     out = _compute("conv_forward", _to_output, w, w.outputs, images, filters, added)
     # A sharded weight is not kept, to save memory. The backward pass reads it again.
     kept = filters if weight.placement is None else None
@@ -117,7 +117,7 @@ def conv2d(
         return _compute("conv_to_bias", lambda _, rows: rows.sum((0, 1, 2)), w, shape[:1], rows)
 
     def x_vjp(grad: Array) -> Array:
-        filters = as_contiguous(read(weight)) if kept is None else kept
+        filters = as_packed(read(weight)) if kept is None else kept
         grads = _compute("conv_to_input", _to_input, w, w.inputs, _rows(grad), filters)
         return channels_second(grads)
 
@@ -146,7 +146,7 @@ def conv_transpose2d(
     w = _windows_of_conv(images, weight, None, stride, padding, dilation, groups)
     dtype = np.result_type(x.dtype, weight.dtype)
     rows, filters = (widened(variable.data.astype(dtype, copy=False)) for variable in (x, weight))
-    rows, filters = _rows(rows), as_contiguous(filters)
+    rows, filters = _rows(rows), as_packed(filters)
     out = channels_second(_compute("conv_to_input", _to_input, w, w.inputs, rows, filters))
 
     def weight_vjp(grad: Array) -> Array:
@@ -213,7 +213,7 @@ def pool2d(
 
 def _rows(images: Array) -> Array:
     """Return images as the kernels expect them: float32 or wider, with channels last."""
-    return as_contiguous(channels_last(widened(images)))
+    return as_packed(channels_last(widened(images)))
 
 
 def _compute(

@@ -9,14 +9,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from flashlight_py import kernels
+from flashlight_py import device, kernels
 from flashlight_py.autograd.functions import dimensions
 from flashlight_py.autograd.functions.elementwise import check_filled, div
 from flashlight_py.autograd.functions.selecting import added, integers
-from flashlight_py.autograd.native import as_contiguous, kernel
+from flashlight_py.autograd.native import kernel
 from flashlight_py.autograd.precision import as_float32, as_floating
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
-from flashlight_py.device import Array, array_module, constant, is_cupy, narrowed, total, widened
+from flashlight_py.device import Array, array_module, as_packed, is_cupy, narrowed, total, widened
 from flashlight_py.structure import require_all
 
 
@@ -48,7 +48,7 @@ def _softmax(name: str, x: Input, axis: int) -> Variable:
     width = array.shape[axis] if x.ndim else 1
     made, sizes = ((array.shape, array.dtype),), (x.size // width, width)
     if native is not None:
-        out = native(made, sizes, (), as_contiguous(array))
+        out = native(made, sizes, (), as_packed(array))
     else:
         wide = widened(array)
         shifted = wide - wide.max(axis=axis, keepdims=True)
@@ -59,7 +59,7 @@ def _softmax(name: str, x: Input, axis: int) -> Variable:
     def vjp(grad: Array) -> Any:
         if native is not None:
             backward_kernel: Any = kernel(f"{name}_back", out)
-            return backward_kernel(made, sizes, (), as_contiguous(grad), out)
+            return backward_kernel(made, sizes, (), as_packed(grad), out)
         grad = widened(grad) if is_log else grad * out
         return grad - (xp.exp(out) if is_log else out) * grad.sum(axis=axis, keepdims=True)
 
@@ -88,7 +88,7 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     error = widened(difference)
     flat = error.reshape(-1)
     mean = array_module(p).asarray(flat.dot(flat) / p.size, difference.dtype)
-    slope = constant(scale, error)
+    slope = device.constant(scale, error)
     of_target = (target, lambda grad: error * (grad * -slope))
     return record_all(mean, [(prediction, lambda grad: error * (grad * slope)), of_target])
 

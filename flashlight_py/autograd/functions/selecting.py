@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, check_filled
-from flashlight_py.autograd.native import as_contiguous, kernel
+from flashlight_py.autograd.native import kernel
 from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_pair
-from flashlight_py.device import Array, array_module, is_cupy, narrowed, widened
+from flashlight_py.device import Array, array_module, as_packed, is_cupy, narrowed, widened
 from flashlight_py.structure import require_all
 
 _PAD_MODES = "constant", "edge", "reflect", "symmetric", "wrap"
@@ -101,7 +101,7 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
     def vjp(grad: Array) -> Array:
         native = kernel("add_rows", grad)
         if native is not None:
-            sizes, grad = (index.size, dim, rows), as_contiguous(grad)
+            sizes, grad = (index.size, dim, rows), as_packed(grad)
             sums = native((((rows, dim), grad.dtype),), sizes, (), grad, index)
         else:
             places = index.reshape(-1, 1) * dim + array_module(grad).arange(dim)
@@ -115,7 +115,7 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
         out = table[index]
     else:
         made = (((*index.shape, dim), table.dtype),)
-        out = native(made, (index.size, dim, rows), (), as_contiguous(table), index)
+        out = native(made, (index.size, dim, rows), (), as_packed(table), index)
     return record(out, (weight, vjp))
 
 

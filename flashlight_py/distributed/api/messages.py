@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
-from flashlight_py.device import Array, is_cupy
+from flashlight_py.device import Array, as_packed, is_cupy
 from flashlight_py.distributed.api.verb_call import (
     Group,
     Output,
@@ -15,7 +15,7 @@ from flashlight_py.distributed.api.verb_call import (
     native_entry,
     reject_together,
 )
-from flashlight_py.distributed.calls.arrays import as_array, as_packed, may_overlap
+from flashlight_py.distributed.calls.arrays import as_array, may_overlap
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
 from flashlight_py.distributed.calls.checks import OverlapCheck, check_rank
 from flashlight_py.distributed.calls.journal import SENDRECV

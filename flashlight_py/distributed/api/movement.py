@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flashlight_py._native.codes import MOVED
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module, as_packed, is_cupy
 from flashlight_py.distributed.api.verb_call import (
     Group,
     collective,
@@ -23,7 +23,6 @@ from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls.arrays import (
     ENCODED_PART,
     as_array,
-    as_packed,
     check_out_rows,
     decode_part,
     dtype_from_text,

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module, as_packed, is_cupy
 from flashlight_py.distributed import verbs
 from flashlight_py.distributed.api.verb_call import (
     COLLECTIVE,
@@ -26,7 +26,6 @@ from flashlight_py.distributed.api.verb_call import (
 )
 from flashlight_py.distributed.calls.arrays import (
     as_array,
-    as_packed,
     check_op_and_scale,
     identity_of,
     pack_terms,

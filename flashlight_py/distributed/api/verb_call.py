@@ -19,13 +19,12 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py._native.codes import MOVED
-from flashlight_py.device import Array, is_cupy
+from flashlight_py.device import Array, as_packed, is_cupy
 from flashlight_py.distributed.calls import checks
 from flashlight_py.distributed.calls.arrays import (
     LOGICAL,
     Terms,
     as_array,
-    as_packed,
     check_op_and_scale,
     may_overlap,
     native_code,

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flashlight_py.device import Array, array_module, device_of, is_cupy
+from flashlight_py.device import Array, array_module, as_packed, device_of, is_cupy
 from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.api.verb_call import reject_together
-from flashlight_py.distributed.calls.arrays import as_array, as_packed
+from flashlight_py.distributed.calls.arrays import as_array
 from flashlight_py.distributed.calls.checks import OverlapCheck
 from flashlight_py.distributed.calls.kinds import kind_of
 from flashlight_py.distributed.constants import DistributedConstants
