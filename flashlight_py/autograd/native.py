@@ -16,7 +16,7 @@ import numpy as np
 from flashlight_py.autograd.engine import extension
 from flashlight_py.autograd.graph import recording
 from flashlight_py.autograd.variable import Variable, record_all
-from flashlight_py.device import Array, array_module, as_packed, is_cupy
+from flashlight_py.device import Array, as_packed, is_cupy
 
 Made = Sequence[tuple[tuple[int, ...], Any]]
 
@@ -139,28 +139,3 @@ def record_jointly(
 
     edges = [(x, vjp(position)) for position, x in enumerate(inputs) if x is not None]
     return record_all(array, [*edges[1:], *edges[:1]], back)  # type: ignore[arg-type]
-
-
-def random_keep_mask(
-    seed: Array, first: int, rows: int, columns: int, block: int, ratio: float
-) -> Array:
-    """Return a Boolean mask [rows, columns] that is False with probability ``ratio``.
-
-    The mask has rows ``first``, ``first + 1``, ... of a random matrix. ``seed`` is an array of one
-    int64, so that each replay of a captured step can use a new seed. csrc/nn/random.inc computes
-    the same numbers. Every ``block`` adjacent elements of a row have a common hash key.
-    """
-    xp = array_module(seed)
-    column = xp.arange(columns, dtype=np.uint64)
-    row = xp.arange(first, first + rows, dtype=np.uint64)[:, None]
-    inside = column % np.uint64(block)
-    key = row * np.uint64(columns) + (column - inside)
-    key = key * np.uint64(0x9E3779B97F4A7C15) + seed.astype(np.uint64)
-    key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    h = (key ^ (key >> np.uint64(31))).astype(np.uint32)
-    h = h + inside.astype(np.uint32) * np.uint32(0x9E3779B9)
-    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    h = (h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B)
-    h = h ^ (h >> np.uint32(16))
-    return (h >> np.uint32(8)) >= np.uint32(round(ratio * 2**24))  # type: ignore[no-any-return]

@@ -203,7 +203,8 @@ class OneCycleLR(LearningRateSchedule):
         if total_steps is None:
             if epochs is None or steps_per_epoch is None:
                 raise ValueError("OneCycleLR: expected total_steps, or epochs and steps_per_epoch")
-            total_steps = check_integer("OneCycleLR", "epochs", epochs, 1) * check_integer(
+            epochs = check_integer("OneCycleLR", "epochs", epochs, 1)
+            total_steps = epochs * check_integer(
                 "OneCycleLR", "steps_per_epoch", steps_per_epoch, 1
             )
         if anneal_strategy not in _SHAPES:

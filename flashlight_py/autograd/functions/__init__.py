@@ -6,8 +6,7 @@ from flashlight_py.names import export
 _HOMES = {
     "elementwise": [
         *("negative", "add", "sub", "mul", "div", "pow", "maximum", "minimum", "exp", "log"),
-        *("sqrt", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "clamp", "clip"),
-        "dropout",
+        *("sqrt", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "clamp", "clip", "dropout"),
     ],
     "dimensions": [
         *("sum", "mean", "var", "max", "min", "matmul", "linear", "linear_relu", "reshape"),
@@ -18,8 +17,18 @@ _HOMES = {
     "attentions": ["attention", "self_attention"],
     "normalization": ["layer_norm", "rms_norm", "group_norm", "batch_norm"],
     "activations": [
-        *("log1p", "erf", "gelu", "silu", "elu", "leaky_relu", "hardtanh", "prelu", "glu"),
-        "softplus",
+        *(
+            "log1p",
+            "erf",
+            "gelu",
+            "silu",
+            "elu",
+            "leaky_relu",
+            "hardtanh",
+            "prelu",
+            "glu",
+            "softplus",
+        ),
     ],
     "selecting": ["where", "gather", "scatter_add", "embedding", "topk", "sort", "pad"],
     "recurrent": ["recurrent"],

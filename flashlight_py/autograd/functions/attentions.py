@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.autograd.functions.elementwise import as_variable, check_filled, check_ratio
-from flashlight_py.autograd.native import kernel, random_keep_mask, record_jointly
+from flashlight_py.autograd.native import kernel, record_jointly
 from flashlight_py.autograd.precision import as_half
 from flashlight_py.autograd.variable import Input, Variable
 from flashlight_py.device import Array, array_module, as_packed, narrowed, widened
-from flashlight_py.random import generator
+from flashlight_py.random import generator, keep_mask
 
 _KEYS = 64  # keys per tile, as in csrc/nn/attentions.inc
 
@@ -81,9 +81,7 @@ def self_attention(
     check_filled("self_attention", x)
     batch, positions, width = x.shape
     packed = as_packed(widened(x.data))
-    parts = packed.reshape(batch, positions, 3, heads, width // (3 * heads)).transpose(
-        2, 0, 3, 1, 4
-    )
+    parts = packed.reshape(batch, positions, 3, heads, -1).transpose(2, 0, 3, 1, 4)
     work = _Attention(list(parts), mask, causal, dropout, None, packed)
     out = work.forward().transpose(0, 2, 1, 3).reshape(batch, positions, width // 3)
 
@@ -191,7 +189,7 @@ class _Attention:
             return weights, 1.0
         rows = heads * queries
         ratio = self.numbers[1]
-        kept = random_keep_mask(self.seed, sample * rows, rows, keys, _KEYS, ratio)
+        kept = keep_mask(self.seed, sample * rows, rows, keys, _KEYS, ratio)
         return weights, kept.reshape(weights.shape) * weights.dtype.type(1 / (1 - ratio))
 
     def _forward_of_arrays(self) -> Array:

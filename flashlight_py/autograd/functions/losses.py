@@ -221,10 +221,9 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
     def value(xp: Any, p: Array, t: Array) -> Any:
         hint = "pass sigmoid(x), or x to binary_cross_entropy_with_logits; nan: the model diverged"
         for subject, array in (("probabilities", p), ("targets", t)):
-            limits = (
-                f"binary_cross_entropy: {subject} of shape {p.shape} must be 0 to 1 ({hint}), got"
-            )
-            require_all((array >= 0) & (array <= 1), array, partial(_value_error, limits))
+            limits = f"{subject} of shape {p.shape} must be 0 to 1 ({hint}), got"
+            error = partial(_value_error, f"binary_cross_entropy: {limits}")
+            require_all((array >= 0) & (array <= 1), array, error)
         log, log_of_rest = logs(xp, p)
         return (t - 1) * log_of_rest - t * log
 
@@ -370,10 +369,8 @@ def _check_sequences(
     counted = xp.arange(labels.shape[1]) < numbers[1][:, None]
     right = ((labels >= 0) & (labels < classes) & (labels != blank)) | ~counted
     limits = f"{name}: targets must be in 0..{classes - 1} and not {blank} (blank), got targets of"
-    limits = (
-        f"{limits} shape {labels.shape} for log probabilities of shape {logs.shape} with target"
-    )
-    require_all(right, labels, partial(_value_error, limits))
+    shapes = f"shape {labels.shape} for log probabilities of shape {logs.shape} with target"
+    require_all(right, labels, partial(_value_error, f"{limits} {shapes}"))
     return xp.where(counted, labels, blank), numbers[0], numbers[1]
 
 
@@ -381,11 +378,10 @@ def _value_error(limits: str, value: Any) -> ValueError:
     return ValueError(f"{limits} {value}")
 
 
-def check_loss_reduction(reduction: str) -> str:
-    """Return ``reduction``. Raises ValueError unless it is ``"mean"``, ``"sum"`` or ``"none"``."""
+def check_loss_reduction(reduction: str) -> None:
+    """Raise ValueError unless ``reduction`` is ``"mean"``, ``"sum"`` or ``"none"``."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    return reduction
 
 
 def check_smoothing(ratio: float) -> None:

@@ -5,6 +5,7 @@ allowed. Results are new arrays.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,9 @@ def where(condition: Input, a: Operand, b: Operand) -> Variable:
     holds = _beside(condition, x.data)
     if holds.dtype != bool:
         raise TypeError(f"where: condition must have dtype bool, got {holds.dtype}")
-    pick = array_module(holds).where
-    out = pick(holds, x.data, y.data)
-    return record_pair(
-        out, x, lambda grad: pick(holds, grad, 0), y, lambda grad: pick(holds, 0, grad)
-    )
+    pick = partial(array_module(holds).where, holds)
+    out = pick(x.data, y.data)
+    return record_pair(out, x, lambda grad: pick(grad, 0), y, lambda grad: pick(0, grad))
 
 
 def gather(x: Input, index: Input, axis: int) -> Variable:
