@@ -203,10 +203,8 @@ class OneCycleLR(LearningRateSchedule):
         if total_steps is None:
             if epochs is None or steps_per_epoch is None:
                 raise ValueError("OneCycleLR: expected total_steps, or epochs and steps_per_epoch")
-            epochs = check_integer("OneCycleLR", "epochs", epochs, 1)
-            total_steps = epochs * check_integer(
-                "OneCycleLR", "steps_per_epoch", steps_per_epoch, 1
-            )
+            count = check_integer("OneCycleLR", "epochs", epochs, 1)
+            total_steps = count * check_integer("OneCycleLR", "steps_per_epoch", steps_per_epoch, 1)
         if anneal_strategy not in _SHAPES:
             raise ValueError(f"anneal_strategy must be cos or linear, got {anneal_strategy!r}")
         for name, factor in (("div_factor", div_factor), ("final_div_factor", final_div_factor)):
