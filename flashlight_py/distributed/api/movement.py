@@ -299,11 +299,8 @@ def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any
         # Ranks without ``out`` need dtype and shape, so each part contains them as text.
         call.holds = like.dtype, like.shape
         call.out = room = np.empty_like(encode_part(as_packed(like)))
-        call.array = (
-            None
-            if parts is None
-            else np.stack([encode_part(parts[i, ...]) for i in range(len(parts))])
-        )
+        if parts is not None:
+            call.array = np.stack([encode_part(parts[i, ...]) for i in range(len(parts))])
         return finish(members, call, members.run(call), space._replace(packed=room), decode_part)
     call.array = None if parts is None else pack_input(parts, space)
     call.out = space.packed

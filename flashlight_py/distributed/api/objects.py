@@ -160,9 +160,8 @@ def recv_object(src: int | None, tag: int = 0, *, group: Group = None) -> Any:
 
 
 def _pickle_error(verb: str, members: Membership) -> str:
-    return (
-        f"[{verb}] rank {members.rank} of {members.size}: expected a picklable object on the sender"
-    )
+    where = f"[{verb}] rank {members.rank} of {members.size}"
+    return f"{where}: expected a picklable object on the sender"
 
 
 def _reason_bytes(error: Exception) -> bytes:
@@ -172,9 +171,8 @@ def _reason_bytes(error: Exception) -> bytes:
 def _run(verb: verbs.Verb, obj: Any, root: Any, group: Group) -> Any:
     """Run an object verb. Return the received objects, or None if only other ranks receive."""
     try:
-        result = (world_fast.objects if group is None else members_of(group).fast.objects)(
-            verb.code, obj, root
-        )
+        fast = world_fast if group is None else members_of(group).fast
+        result = fast.objects(verb.code, obj, root)
     except BaseException as error:
         if not isinstance(error, Exception):  # such as Ctrl-C while an object is pickled
             members_of(group).end(error)
@@ -265,9 +263,8 @@ class _Move:
         verb, frames = self._verb, self._mine
         if verb is SCATTER_OBJECT:
             lengths = [frame.size for frame in frames] or [0] * self._members.size
-            return self._step(
-                Call(verbs.ALL_TO_ALL, np.concatenate([_NOTHING, *frames]), rows=lengths)
-            )
+            joined = np.concatenate([_NOTHING, *frames])
+            return self._step(Call(verbs.ALL_TO_ALL, joined, rows=lengths))
         if verb is GATHER_OBJECT:
             long = frames[0] if frames[0].size > _SHORT_BYTES else _NOTHING
             return self._step(Call(verbs.GATHER, long, root=self._root))

@@ -103,19 +103,13 @@ def all_reduce(
         3.5
     """
     if out is not None:
-        _copy_to_out(x, out, group)
+        with reject_together(members_of(group), verbs.ALL_REDUCE, arrays=(x, out)):
+            array = as_array("all_reduce", x, writes=False, of_any_dtype=True)
+            as_array("all_reduce(out=)", out, of_any_dtype=True)
+            target: Any = prepare_output("all_reduce", out, array, array.shape, x).array
+            target[...] = array
         return all_reduce(out, scale, op=op, group=group, async_op=async_op)
     return collective(group, verbs.ALL_REDUCE, x, scale=scale, op=op, async_op=async_op)
-
-
-def _copy_to_out(x: Any, out: Any, group: Group) -> None:
-    members = members_of(group)
-    with reject_together(members, verbs.ALL_REDUCE, arrays=(x, out)):
-        array = as_array("all_reduce", x, writes=False, of_any_dtype=True)
-        as_array("all_reduce(out=)", out, of_any_dtype=True)
-        target = prepare_output("all_reduce", out, array, array.shape, x).array
-        assert target is not None
-        target[...] = array
 
 
 @native_entry(verbs.REDUCE)
@@ -329,29 +323,8 @@ def all_reduce_multiple(
         TypeError, DistributedError: As for :func:`all_reduce`. All arrays are checked before the
             first is sent.
     """
-    limit = members_of(group).packed_bytes[bool(async_op)] if contiguous else -1
-    return _run_in_python(xs, scale, op, async_op, limit, group)
-
-
-def _unpacked_later(started: tuple[Work, Any], xs: Sequence[X], group: Group) -> Work:
-    work, packs = started
-    return members_of(group).keep(Then(work, partial(_unpack, packs, list(xs))))
-
-
-setattr(all_reduce_multiple, "finish", _unpacked_later)  # noqa: B010  (native code calls it)
-
-
-def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[X]:
-    """Copy results to the arrays. Each entry of ``packs`` is a buffer, followed by its arrays."""
-    for flat, *arrays in packs:
-        parts = split_rows(flat, [array.size for array in arrays])
-        for array, part in zip(arrays, parts, strict=True):
-            array[...] = part.reshape(array.shape)
-    return results
-
-
-def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, group: Group) -> Any:
     members, verb = members_of(group), "all_reduce_multiple"
+    limit = members.packed_bytes[bool(async_op)] if contiguous else -1
     with reject_together(members, verb, _pending_calls(xs, limit, async_op)):
         inputs = list(xs)
         checked = [as_array(verb, x, of_any_dtype=True, mutable=True) for x in inputs]
@@ -362,12 +335,8 @@ def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, gr
         packed = list(map(as_packed, checked)) if packs else checked
         is_copied = any(map(operator.is_not, packed, checked))
         if is_copied:  # call the native entry again, with the packed copies
-            options: dict[str, Any] = {
-                "contiguous": limit >= 0,
-                "group": group,
-                "async_op": async_op,
-            }
-            work: Any = all_reduce_multiple(packed, scale, op=op, **options)
+            options: dict[str, Any] = {"group": group, "async_op": async_op}
+            work: Any = all_reduce_multiple(packed, scale, op=op, contiguous=contiguous, **options)
         else:
             for array in {array.dtype: array for array in checked}.values():
                 resolve_reduction(verb, array.dtype, op, scale, members.size)
@@ -385,6 +354,23 @@ def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, gr
             return results(None)
         together = Then(work, results)
         return members.keep(together) if is_copied else together
+
+
+def _unpacked_later(started: tuple[Work, Any], xs: Sequence[X], group: Group) -> Work:
+    work, packs = started
+    return members_of(group).keep(Then(work, partial(_unpack, packs, list(xs))))
+
+
+setattr(all_reduce_multiple, "finish", _unpacked_later)  # noqa: B010  (native code calls it)
+
+
+def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[X]:
+    """Copy results to the arrays. Each entry of ``packs`` is a buffer, followed by its arrays."""
+    for flat, *arrays in packs:
+        parts = split_rows(flat, [array.size for array in arrays])
+        for array, part in zip(arrays, parts, strict=True):
+            array[...] = part.reshape(array.shape)
+    return results
 
 
 def _pending_calls(xs: Any, limit: int, async_op: bool) -> Iterator[None]:

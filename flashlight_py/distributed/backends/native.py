@@ -310,9 +310,8 @@ class NativeBackend(Backend):
                 self._forget_collected(group)
             signature, name = signature_of(self.ffi, call, like, code, root)
             if text := call.refusal or name:
-                site = self.ffi.new(
-                    "fl_site *", {"text": call_site.text_at_site(text, callers.SITE_BYTES)}
-                )
+                raw = call_site.text_at_site(text, callers.SITE_BYTES)
+                site = self.ffi.new("fl_site *", {"text": raw})
             else:
                 asks = self.asks_for_sites and call.blocking and call.peer < 0
                 # In a verb with a root and in a scan, this rank may return before another rank asks
@@ -473,9 +472,8 @@ class NativeBackend(Backend):
         if (handle := self.lib.fl_lost(group)) == self.ffi.NULL:
             return None
         handle = self.ffi.gc(handle, self.lib.fl_op_free)
-        return native_errors.failure(
-            self, handle, self.lib.fl_op_wait(handle, 0.0), doing, self.timeout, 0
-        )
+        status = self.lib.fl_op_wait(handle, 0.0)
+        return native_errors.failure(self, handle, status, doing, self.timeout, 0)
 
     def leave(self) -> None:
         if (group := self.group) is not None:

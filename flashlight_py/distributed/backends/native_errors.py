@@ -106,9 +106,8 @@ def error_for_peers(backend: NativeBackend, cause: str | DistributedError) -> st
     """Return a message that makes other ranks raise ``cause``, or an error with this traceback."""
     if isinstance(cause, str):
         who = f"rank {backend.numbers[backend.rank]}"
-        return _LOST + wording.peer_raised(
-            who, wording.process_list([backend.rank], backend.processes), cause
-        )
+        process = wording.process_list([backend.rank], backend.processes)
+        return _LOST + wording.peer_raised(who, process, cause)
     if isinstance(cause, PeerLostError) and cause.for_others:
         return _LATE + cause.for_others
     kind = _LATE if isinstance(cause, CollectiveTimeoutError) else _LOST

@@ -88,10 +88,10 @@ class NativeWork(Work):
         self._result, self._like, self._out, self._root = result, like, out, root
         self._made = made
         self.number = backend.count[0]  # number of this collective in the group
-        self._forks = journal.fork_count()
+        self._forks = journal.forks
 
     def wait(self, timeout: float | None = None) -> Any:
-        if self._forks != journal.fork_count():
+        if self._forks != journal.forks:
             raise journal.forked(self._name)
         pending = self._lib.FL_PENDING
         seconds = left = math.inf if timeout is None else timeout
@@ -116,24 +116,24 @@ class NativeWork(Work):
         return int(self._lib.fl_op_wait(self._handle, seconds))
 
     def cancel(self) -> None:
-        if self._forks == journal.fork_count() and self._lib.fl_op_cancel(self._handle):
+        if self._forks == journal.forks and self._lib.fl_op_cancel(self._handle):
             where, reason = f"[cancel] {self._backend.name}", self._backend.reason()
             raise DistributedError(f"{where}: the library failed: {reason}")
 
     def is_completed(self) -> bool:
         """Return whether the operation has ended; always True in a forked child."""
-        if self._forks != journal.fork_count():
+        if self._forks != journal.forks:
             return True
         return self._status(0.0) != int(self._lib.FL_PENDING)
 
     def has_ended_well(self) -> bool:
         """Return whether the operation has ended and ``wait`` would raise no error."""
-        if self._forks == journal.fork_count() and self._status(0.0) != self._lib.FL_OK:
+        if self._forks == journal.forks and self._status(0.0) != self._lib.FL_OK:
             return False
         return self._result is not GATHERED or self._out is None or not self._fetched()[0]
 
     def end_time(self) -> float | None:
-        if self._forks != journal.fork_count():
+        if self._forks != journal.forks:
             return None
         return self._lib.fl_op_ended(self._handle) or None
 

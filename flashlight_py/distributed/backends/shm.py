@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -124,9 +125,8 @@ class ShmBackend(NativeBackend):
             raise
         except BackendUnavailableError as error:
             _log.warning("shared_empty%s returns ordinary memory: %s", shape, error)
-            return [
-                memory_file.made_together(store, lambda: ordinary_empty(shape, dtype, self.size))
-            ]
+            make = partial(ordinary_empty, shape, dtype, self.size)
+            return [memory_file.made_together(store, make)]
         pointer = self.ffi.cast("char *", self.lib.fl_region_array(region))
         # The array may be collected during a wait that holds the lock of the group. The next
         # operation therefore frees the memory.

@@ -180,10 +180,8 @@ class abort_on_exception:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        is_planned = isinstance(error, GeneratorExit) or (
-            isinstance(error, SystemExit) and error.code in (0, None)
-        )
-        if error is not None and not is_planned:
+        is_exit = isinstance(error, SystemExit) and error.code in (0, None)
+        if error is not None and not (is_exit or isinstance(error, GeneratorExit)):
             report(error)
 
 

@@ -21,11 +21,10 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.fast_path import EntryPoints, dropped, left_to_python
 from flashlight_py.distributed.calls.journal import Journal, name_of_group
-from flashlight_py.distributed.calls.self_messages import SelfMessages
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import BARRIER
-from flashlight_py.distributed.work import Then, Work, wait_for
+from flashlight_py.distributed.work import SelfMessages, Then, Work, wait_for
 from flashlight_py.errors import BackendUnavailableError, GroupClosedError
 from flashlight_py.structure import thread_state
 

@@ -280,19 +280,12 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
                 chosen = [_of_family(addresses, family)[0] for addresses in usable]
                 _check_wanted(cards, chosen)
                 return chosen
-    lacking = {
-        name: next(
-            rank for rank, addresses in enumerate(usable) if not _of_family(addresses, family)
-        )
-        for family, name in _FAMILIES.items()
-    }
-    raise ValueError(
-        "the hosts need a common version of IP: "
-        + ", ".join(
-            f"{cards[rank].name} (rank {rank}) has {', '.join(usable[rank])} and no {name}"
-            for name, rank in lacking.items()
-        )
-    )
+    lacking = []
+    for family, name in _FAMILIES.items():
+        rank = next(r for r, addresses in enumerate(usable) if not _of_family(addresses, family))
+        has = ", ".join(usable[rank])
+        lacking.append(f"{cards[rank].name} (rank {rank}) has {has} and no {name}")
+    raise ValueError(f"the hosts need a common version of IP: {', '.join(lacking)}")
 
 
 def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str]:
@@ -368,9 +361,8 @@ def _address_problem(
             f"and no other host can connect to {address}"
         )
     elif address := min((address for address in card.addresses if address in shared), default=""):
-        others = {
-            other.name for other in cards if address in other.addresses and other.host != card.host
-        }
+        strangers = (other for other in cards if other.host != card.host)
+        others = {other.name for other in strangers if address in other.addresses}
         why = (
             f"and {', '.join(sorted(others))} have the same address {address}, which is typical "
             f"behind a NAT, and {card.name} has no other address"
