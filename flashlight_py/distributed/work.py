@@ -38,6 +38,7 @@ class Work(abc.ABC, Generic[Result_co]):
 
     flight: Any = None  # for a GPU collective: an object with its end time
     is_settled = False  # True if the result is stored and ``wait`` raises no new error
+    _end_time: float | None = None
 
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> Result_co:
@@ -71,7 +72,7 @@ class Work(abc.ABC, Generic[Result_co]):
 
     def end_time(self) -> float | None:
         """Return the end time in seconds of ``time.monotonic``, or None if it is unknown."""
-        return None
+        return self._end_time
 
     def cancel(self) -> None:
         """Cancel a receive from any rank. The result of the receive is then None.

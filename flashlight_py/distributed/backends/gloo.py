@@ -113,10 +113,6 @@ class GlooBackend(NativeBackend):
         number = (count << _RANK_BITS | self.network_ranks[ranks[0]]) << 1
         return Subgroup(self, ranks, number, is_flat)
 
-    def part(self, store: Store, timeout: float) -> GlooBackend:
-        """Return a backend for ``store``, usable once all ranks of ``store`` have called this."""
-        return _Part(self, store, timeout)
-
     def _create(self, address: str) -> Any:
         interface = address.encode(), b""  # no interface name, which may mean several addresses
         group = self.lib.fl_gloo_create(self.rank, self.size, *interface, self._joining)
@@ -202,8 +198,11 @@ class GlooBackend(NativeBackend):
         self._do("take_along", self.group, function, pointer, advice)
 
 
-class _Part(GlooBackend):
-    """A subgroup of ``parent`` that uses the connections of ``parent``."""
+class GlooPart(GlooBackend):
+    """A subgroup of ``parent`` that uses the connections of ``parent``.
+
+    It is usable once all ranks of ``store`` have created it.
+    """
 
     def __init__(self, parent: GlooBackend, store: Store, timeout: float) -> None:
         native, subgroup = _native.load_extension("gloo"), store.subgroup

@@ -330,7 +330,6 @@ class FutureWork(Work):
 
     def __init__(self, future: futures.Future[Any]) -> None:
         self._future = future
-        self._end_time: float | None = None
         future.add_done_callback(self._set_end_time)
 
     def _set_end_time(self, _: futures.Future[Any]) -> None:
@@ -355,9 +354,6 @@ class FutureWork(Work):
         if not self._future.done() or self.is_settled or self._future.cancelled():
             return self._future.done()
         return not isinstance(self._future.exception(), FAILURES)
-
-    def end_time(self) -> float | None:
-        return self._end_time
 
 
 class PartWork(Work):

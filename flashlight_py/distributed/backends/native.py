@@ -19,7 +19,7 @@ from flashlight_py import _native
 from flashlight_py._native import codes
 from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backend import Backend, EntryPoints, dropped
 from flashlight_py.distributed.backends import callers, native_errors
 from flashlight_py.distributed.backends.native_work import (
     COMPARED,
@@ -38,7 +38,6 @@ from flashlight_py.distributed.calls.arrays import (
     row_bytes,
 )
 from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Matched
-from flashlight_py.distributed.calls.fast_path import EntryPoints, dropped
 from flashlight_py.distributed.calls.journal import NATIVE, OBJECTS, SENDRECV, Journal, Ring, forked
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.rendezvous.store import Store

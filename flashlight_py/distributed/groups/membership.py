@@ -17,9 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.device import is_cupy
-from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backend import Backend, EntryPoints, dropped, left_to_python
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.fast_path import EntryPoints, dropped, left_to_python
 from flashlight_py.distributed.calls.journal import Journal, name_of_group
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.rendezvous.store import Store

@@ -138,7 +138,7 @@ def ranks_by_memory(store: Store) -> Sharing:
         host = host_identity()
         path = "" if file is None else file.path
         texts = store.exchange(json.dumps([host, domain, path, nonce, problem]).encode())
-        kernel_ranks = texts.derived(_by_kernel)[_kernel(host)]
+        kernel_ranks = texts.derived(_by_kernel)[host.partition(" ")[0]]
         offers = {rank: json.loads(texts[rank]) for rank in kernel_ranks}
         unreadable = {rank: _read_problem(offer[1:], domain) for rank, offer in offers.items()}
         readable = (rank for rank, why in unreadable.items() if not why)
@@ -152,15 +152,11 @@ def ranks_by_memory(store: Store) -> Sharing:
     return answers.derived(Sharing.read)
 
 
-def _kernel(host: str) -> str:
-    """Return the kernel's id. Only hosts (containers) with the same kernel can share memory."""
-    return host.partition(" ")[0]
-
-
 def _by_kernel(texts: Sequence[bytes]) -> dict[str, list[int]]:
+    """Return the ranks by kernel. Only hosts (containers) with the same kernel can share memory."""
     by_kernel: dict[str, list[int]] = {}
     for rank, (host, *_) in enumerate(map(json.loads, texts)):
-        by_kernel.setdefault(_kernel(host), []).append(rank)
+        by_kernel.setdefault(host.partition(" ")[0], []).append(rank)
     return by_kernel
 
 

@@ -78,7 +78,6 @@ class Operation(Work):
         self.next_check = self.deadline = math.inf
         self.room: Array | None = None  # the caller's ``out``; ``end`` checks its number of rows
         self._value: Any = None
-        self._end_time: float | None = None
         self._group = group
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
@@ -125,9 +124,6 @@ class Operation(Work):
         if not self.ended:
             self._group.progress.step()
         return self.ended
-
-    def end_time(self) -> float | None:
-        return self._end_time
 
 
 # The MPI tag of a message is the number of the message in the comparison. Both ends know the
