@@ -48,7 +48,7 @@ def combine_natively(
     """Write ``combined(arrays, op, scale)`` to ``out`` by an extension. All arrays are packed."""
     ffi, code = native.ffi, dtype_code(op.name.lower(), out.dtype)
     sources = ffi.new("const void *[]", [ffi.from_buffer(array) for array in arrays])
-    target = ffi.from_buffer("char[]", out, require_writable=True)
+    target = ffi.from_buffer("char[]", out.view(np.uint8), require_writable=True)
     native.lib.fl_reduce(code, op, scale, target, sources, len(arrays), out.size)
 
 
