@@ -151,12 +151,9 @@ def _member_text(members: Sequence[int]) -> str:
 
 
 def _create_group(
-    parent: Membership,
-    verb: str,
-    choice: Any,
-    timeout: float | None,
+    parent: Membership, verb: str, choice: Any, timeout: float | None,
     select_members: Callable[[Sequence[Any]], list[int]],
-) -> ProcessGroup:
+) -> ProcessGroup:  # fmt: skip
     """Return a new group, whose members depend on the ``choice`` of every rank of ``parent``.
 
     ``select_members`` receives the choices of all ranks and returns the members. Every rank raises

@@ -69,12 +69,9 @@ def shared_empty(
 
 
 def host_array(
-    load: Callable[..., Any],
-    shape: int | Sequence[int] | None = None,
-    dtype: DTypeLike = np.float32,
-    *,
-    group: Group = None,
-) -> Array:
+    load: Callable[..., Any], shape: int | Sequence[int] | None = None,
+    dtype: DTypeLike = np.float32, *, group: Group = None,
+) -> Array:  # fmt: skip
     """Return a read-only array that one rank of each host loads and all ranks of the host share.
 
     Use it for data sets: eight ranks need one copy instead of eight. Writing to the array raises

@@ -120,15 +120,9 @@ def irecv(
 
 @native_entry(SENDRECV)
 def sendrecv(
-    x: Any,
-    dst: int | None,
-    *,
-    src: int | None,
-    out: X,
-    tag: int = 0,
-    recv_tag: int | None = None,
+    x: Any, dst: int | None, *, src: int | None, out: X, tag: int = 0, recv_tag: int | None = None,
     group: Group = None,
-) -> X:
+) -> X:  # fmt: skip
     """Send ``x`` to rank ``dst``, and receive a message of rank ``src`` into ``out``, in place.
 
     The two messages run at the same time, so no deadlock occurs if every rank sends to its

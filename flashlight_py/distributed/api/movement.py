@@ -119,14 +119,9 @@ def gather(
 
 @native_entry(SCATTER)
 def scatter(
-    xs: Any = None,
-    root: int = 0,
-    *,
-    out: Any = None,
-    rows: Sequence[int] | None = None,
-    group: Group = None,
-    async_op: bool = False,
-) -> Array | Work[Array]:
+    xs: Any = None, root: int = 0, *, out: Any = None, rows: Sequence[int] | None = None,
+    group: Group = None, async_op: bool = False,
+) -> Array | Work[Array]:  # fmt: skip
     """Send each rank its part of the arrays of rank ``root``.
 
     The dtype and the shape are sent as well, so other ranks need not know them. For CuPy arrays,
@@ -170,14 +165,9 @@ def scatter(
 
 @native_entry(ALL_TO_ALL)
 def all_to_all(
-    x: Any,
-    *,
-    out: Any = None,
-    rows: Sequence[int] | None = None,
-    return_rows: bool = False,
-    group: Group = None,
-    async_op: bool = False,
-) -> Array | tuple[Array, list[int]] | Work[Array]:
+    x: Any, *, out: Any = None, rows: Sequence[int] | None = None, return_rows: bool = False,
+    group: Group = None, async_op: bool = False,
+) -> Array | tuple[Array, list[int]] | Work[Array]:  # fmt: skip
     """Send each rank a part of ``x``, and concatenate the received parts in rank order.
 
     Args:

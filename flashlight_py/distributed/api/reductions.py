@@ -47,14 +47,9 @@ X = TypeVar("X")
 
 @native_entry(verbs.ALL_REDUCE, out=None)
 def all_reduce(
-    x: X,
-    scale: float = 1.0,
-    *,
-    op: Op = "sum",
-    out: X | None = None,
-    group: Group = None,
+    x: X, scale: float = 1.0, *, op: Op = "sum", out: X | None = None, group: Group = None,
     async_op: bool = False,
-) -> X | Work[X]:
+) -> X | Work[X]:  # fmt: skip
     """Combine ``x`` of all ranks, and multiply by ``scale``. Every rank gets the result.
 
     In place, for any shape and memory layout. Every rank must pass the same shape and dtype. Values
@@ -114,14 +109,9 @@ def all_reduce(
 
 @native_entry(verbs.REDUCE)
 def reduce(
-    x: X,
-    root: int = 0,
-    *,
-    op: Op = "sum",
-    scale: float = 1.0,
-    group: Group = None,
+    x: X, root: int = 0, *, op: Op = "sum", scale: float = 1.0, group: Group = None,
     async_op: bool = False,
-) -> X | Work[X]:
+) -> X | Work[X]:  # fmt: skip
     """Combine ``x`` of all ranks, and multiply by ``scale``. Only rank ``root`` gets the result.
 
     In place on ``root``. The arrays of other ranks do not change. The result has the same bits as
@@ -145,15 +135,9 @@ def reduce(
 
 @native_entry(verbs.REDUCE_SCATTER)
 def reduce_scatter(
-    x: Any,
-    *,
-    op: Op = "sum",
-    scale: float = 1.0,
-    out: Any = None,
-    rows: Sequence[int] | None = None,
-    group: Group = None,
-    async_op: bool = False,
-) -> Array | list[Array] | Work[Array]:
+    x: Any, *, op: Op = "sum", scale: float = 1.0, out: Any = None,
+    rows: Sequence[int] | None = None, group: Group = None, async_op: bool = False,
+) -> Array | list[Array] | Work[Array]:  # fmt: skip
     """Combine ``x`` of all ranks, and return the part of the result for this rank.
 
     Args:
@@ -295,14 +279,9 @@ def all_reduce_location(
 
 @native_entry(verbs.ALL_REDUCE)
 def all_reduce_multiple(
-    xs: Sequence[X],
-    scale: float = 1.0,
-    *,
-    op: Op = "sum",
-    contiguous: bool = False,
-    group: Group = None,
-    async_op: bool = False,
-) -> list[X] | Work[list[X]]:
+    xs: Sequence[X], scale: float = 1.0, *, op: Op = "sum", contiguous: bool = False,
+    group: Group = None, async_op: bool = False,
+) -> list[X] | Work[list[X]]:  # fmt: skip
     """Combine each array of ``xs`` over the ranks, in place, like :func:`all_reduce`.
 
     The results have the same bits as a loop of :func:`all_reduce`, in less time.

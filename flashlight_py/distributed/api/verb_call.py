@@ -53,18 +53,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def collective(
-    group: Membership | None,
-    verb: Verb,
-    x: Any,
-    *,
-    op: Op = "sum",
-    scale: float = 1.0,
-    root: Any = 0,
-    rows: Iterable[object] | None = None,
-    out: Any = None,
-    async_op: bool = False,
+    group: Membership | None, verb: Verb, x: Any, *, op: Op = "sum", scale: float = 1.0,
+    root: Any = 0, rows: Iterable[object] | None = None, out: Any = None, async_op: bool = False,
     received: list[int] | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Run ``verb`` on ``x``: an array, or a number or a list of arrays if the verb accepts them.
 
     The arguments are the same as in the public functions; for ``received`` see ``Call``. Returns
@@ -256,12 +248,9 @@ def pack_input(array: Array, space: Output) -> Array:
 
 
 def finish(
-    group: Membership,
-    call: Call,
-    work: Work,
-    space: Output,
+    group: Membership, call: Call, work: Work, space: Output,
     back: Callable[[Array], Array] | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return the result of ``work`` as the user's object, or a Work if ``call`` does not block.
 
     ``back`` converts the backend's array to the user's dtype.
@@ -345,14 +334,9 @@ class reject_together:
     """
 
     def __init__(
-        self,
-        group: Membership,
-        verb: Verb | str,
-        begun: Iterable[P2POp | None] = (COLLECTIVE,),
-        arrays: Iterable[Any] = (),
-        outcome: str = "rejected its arguments",
-        first: bool = False,
-    ) -> None:
+        self, group: Membership, verb: Verb | str, begun: Iterable[P2POp | None] = (COLLECTIVE,),
+        arrays: Iterable[Any] = (), outcome: str = "rejected its arguments", first: bool = False,
+    ) -> None:  # fmt: skip
         self._group, self._verb, self._outcome = group, verb, outcome
         self._begun, self._arrays = begun, arrays
         self._calls = group.journal.count[0] if first else None

@@ -77,17 +77,10 @@ class GlooBackend(NativeBackend):
     path = "Gloo over TCP"
 
     def __init__(
-        self,
-        store: Store,
-        address: str,
-        timeout: float,
-        joining: float,
-        key: bytes,
-        host_timeout: float = 0.0,
-        lazily: bool = False,
-        is_watched: bool = False,
+        self, store: Store, address: str, timeout: float, joining: float, key: bytes,
+        host_timeout: float = 0.0, lazily: bool = False, is_watched: bool = False,
         at_once: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         native = _native.load_extension("gloo")
         super().__init__(native, store, timeout)
         self._joining, self.network_ranks = joining, list(range(self.size))

@@ -63,15 +63,9 @@ class HierarchicalBackend(Backend):
     path = "shared memory inside hosts, Gloo between them"
 
     def __init__(
-        self,
-        rank: int,
-        hosts: Sequence[Sequence[int]],
-        inside: Backend,
-        between: Backend | None,
-        flat: Backend,
-        timeout: float,
-        checked: bool = True,
-    ) -> None:
+        self, rank: int, hosts: Sequence[Sequence[int]], inside: Backend, between: Backend | None,
+        flat: Backend, timeout: float, checked: bool = True,
+    ) -> None:  # fmt: skip
         self.rank, self.size = rank, flat.size
         self.hosts = [list(host) for host in hosts]
         self._host = next(host for host in self.hosts if rank in host)
@@ -364,12 +358,9 @@ class PartWork(Work):
     """
 
     def __init__(
-        self,
-        owner: HierarchicalBackend,
-        call: Call,
-        works: Sequence[tuple[Work, Sequence[int]]],
+        self, owner: HierarchicalBackend, call: Call, works: Sequence[tuple[Work, Sequence[int]]],
         claim: Array | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._owner, self._call, self._works, self._claim = owner, call, works, claim
 
     def receive(self) -> Matched | None:

@@ -64,13 +64,9 @@ class HostCalls:
     far: float
 
     def __init__(
-        self,
-        rank: int,
-        hosts: Sequence[Sequence[int]],
-        inside: Backend,
-        between: Backend | None,
+        self, rank: int, hosts: Sequence[Sequence[int]], inside: Backend, between: Backend | None,
         runs_ahead: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._rank, self._hosts, self._inside, self._between = rank, hosts, inside, between
         self._order = [r for host in hosts for r in host]
         self._in_order, self._size = self._order == sorted(self._order), len(self._order)

@@ -271,17 +271,9 @@ class NativeBackend(Backend):
         return native_errors.signature_text(call) if ahead else ""
 
     def _launch(
-        self,
-        call: Call,
-        *,
-        like: Array | None = None,
-        root: int | None = None,
-        data: Any = None,
-        keep: Any = None,
-        output: Array | None = None,
-        room: Any = None,
-        result: Any = _ARRAY,
-    ) -> Work:
+        self, call: Call, *, like: Array | None = None, root: int | None = None, data: Any = None,
+        keep: Any = None, output: Array | None = None, room: Any = None, result: Any = _ARRAY,
+    ) -> Work:  # fmt: skip
         """Start ``call`` in the library and return its Work.
 
         The ranks compare dtype and shape of ``like`` (default: ``call.array``), and ``root``

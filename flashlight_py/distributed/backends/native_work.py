@@ -70,18 +70,9 @@ class NativeWork(Work):
     id = 0  # entry in the backend's journal; 0: native code recorded no entry
 
     def __init__(
-        self,
-        backend: NativeBackend,
-        name: str,
-        handle: Any,
-        kept: Any,
-        seconds: float,
-        result: Any = None,
-        like: Any = None,
-        out: Any = None,
-        root: int = 0,
-        made: Any = None,
-    ) -> None:
+        self, backend: NativeBackend, name: str, handle: Any, kept: Any, seconds: float,
+        result: Any = None, like: Any = None, out: Any = None, root: int = 0, made: Any = None,
+    ) -> None:  # fmt: skip
         self._backend, self._name, self._lib = backend, name, backend.lib
         self._handle = backend.ffi.gc(handle, backend.lib.fl_op_free)
         self._kept, self._seconds = kept, seconds

@@ -61,12 +61,9 @@ class Membership:
     _forked = False
 
     def __init__(
-        self,
-        backend: Backend | None,
-        ranks: Sequence[int] | None = None,
-        joiner: Joiner | None = None,
-        first_use: Callable[[], None] | None = None,
-    ) -> None:
+        self, backend: Backend | None, ranks: Sequence[int] | None = None,
+        joiner: Joiner | None = None, first_use: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.on_first_use = first_use  # called by the first verb, which Python must handle
         self.fast = EntryPoints()
         self._backend, self._joiner = backend, joiner
@@ -167,12 +164,9 @@ class Membership:
         return self.gpus
 
     def subgroup(
-        self,
-        members: list[int],
-        store: Store | None,
-        timeout: float | None,
+        self, members: list[int], store: Store | None, timeout: float | None,
         count: int | None = None,
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """Return the group of the ranks ``members`` of this group.
 
         Collective among the members; blocks. If this process is no member, pass None as ``store``:

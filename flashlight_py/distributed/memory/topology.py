@@ -196,12 +196,9 @@ class Card(NamedTuple):
 
 
 def address_between_hosts(
-    store: Store,
-    hosts: Sequence[str],
-    addresses: Sequence[Sequence[str]],
-    shared: Collection[str],
+    store: Store, hosts: Sequence[str], addresses: Sequence[Sequence[str]], shared: Collection[str],
     interface: str,
-) -> str:
+) -> str:  # fmt: skip
     """Return this rank's address for connections with other hosts. Collective, blocking.
 
     ``hosts`` has the ``host_identity`` of each rank, and ``addresses`` its ``own_addresses``.

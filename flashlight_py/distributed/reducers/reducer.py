@@ -168,13 +168,9 @@ class EagerReducer(_Pending):
     """
 
     def __init__(
-        self,
-        scale: float,
-        *,
-        hook: CommunicationHook | None = None,
-        parts: Sequence[Sequence[Array]] = (),
-        group: ProcessGroup | None = None,
-    ) -> None:
+        self, scale: float, *, hook: CommunicationHook | None = None,
+        parts: Sequence[Sequence[Array]] = (), group: ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(scale, hook, group)
         if hook is not None:
             check_hook(hook, parts)
@@ -218,15 +214,10 @@ class CoalescingReducer(_Pending):
     """
 
     def __init__(
-        self,
-        scale: float,
-        async_op: bool = True,
-        contiguous: bool = True,
-        *,
+        self, scale: float, async_op: bool = True, contiguous: bool = True, *,
         bucket_bytes: int = DistributedConstants.COALESCE_CACHE_SIZE,
-        hook: CommunicationHook | None = None,
-        group: ProcessGroup | None = None,
-    ) -> None:
+        hook: CommunicationHook | None = None, group: ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         self._filling = Filling(bucket_bytes)
         super().__init__(scale, hook, group)
         if hook is not None:

@@ -133,12 +133,9 @@ def _first_text(texts: Sequence[bytes]) -> str:
 
 
 def _gloo(
-    store: Store,
-    settings: Settings,
-    lazily: bool = False,
-    is_watched: bool = False,
+    store: Store, settings: Settings, lazily: bool = False, is_watched: bool = False,
     at_once: bool = False,
-) -> Backend:
+) -> Backend:  # fmt: skip
     """Create a ``GlooBackend`` for ``store``. A subgroup shares the connections of its parent."""
     if store.subgroup is not None:
         return GlooPart(store.subgroup.parent, store, settings.timeout)

@@ -138,15 +138,9 @@ class MpiBackend(Backend):
     kind = DistributedBackend.MPI
 
     def __init__(
-        self,
-        progress: Progress,
-        comm: Any,
-        control: Backend,
-        path: str,
-        seconds: float,
-        checked: bool,
-        gpu_aware: bool,
-    ) -> None:
+        self, progress: Progress, comm: Any, control: Backend, path: str, seconds: float,
+        checked: bool, gpu_aware: bool,
+    ) -> None:  # fmt: skip
         self.progress, self.control, self.parts = progress, control, [control]
         self.network, self.memory = control.network, control.memory
         self.memory_ranks = control.memory_ranks

@@ -284,16 +284,10 @@ class NcclBackend(Backend):
         return self._flights.oldest() is None or self.communicator.broken is not None
 
     def _launch(
-        self,
-        call: Call,
-        steps: Sequence[Step],
-        arrays: Sequence[Array],
-        result: Any,
-        name: str = "",
-        together: bool = False,
-        prepare: Callable[[], Sequence[Step]] | None = None,
+        self, call: Call, steps: Sequence[Step], arrays: Sequence[Array], result: Any,
+        name: str = "", together: bool = False, prepare: Callable[[], Sequence[Step]] | None = None,
         finish: Callable[[], None] | None = None,
-    ) -> Work:
+    ) -> Work:  # fmt: skip
         """Launch ``steps`` on the device as one operation, unless all ``arrays`` are empty.
 
         ``arrays`` are all arrays that the device reads or writes. If some rank may have several
@@ -398,13 +392,9 @@ class NcclBackend(Backend):
         return self._cupy.cuda.Device(self.device)  # a new object: threads must not share one
 
     def _reduce_pairs(
-        self,
-        call: Call,
-        kind: int,
-        pairs: Sequence[tuple[Array, Array]],
-        result: Any,
+        self, call: Call, kind: int, pairs: Sequence[tuple[Array, Array]], result: Any,
         root: int = 0,
-    ) -> Work:
+    ) -> Work:  # fmt: skip
         """Reduce each pair (source, target); several pairs are one operation."""
         pairs = [pair for pair in pairs if pair[0].size]
         forms = [form_of(source.dtype, call.op) for source, _ in pairs]
