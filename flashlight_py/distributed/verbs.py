@@ -9,6 +9,7 @@ different first dimensions. All code that handles every verb reads this table: a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from flashlight_py._native import codes
@@ -43,7 +44,7 @@ class Verb:
     numbers: bool = False
     lists: bool = False
 
-    @property
+    @cached_property
     def uneven(self) -> int:
         """Number of the verb for calls with ``rows``. 0: there is none."""
         return getattr(codes, f"{self.name}_UNEVEN".upper(), 0)
