@@ -257,8 +257,8 @@ def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
         if when == 0 or is_open or (when == 1 and len(batch) == 1):
             works |= {i: _begin(members, calls[i]) for i in batch}
             continue
-        each = [(messages[i].op.kind, calls[i]) for i in batch]
-        ops = [P2POp(kind, call.array, call.peer, call.tag) for kind, call in each]
+        pairs = [(messages[i].op.kind, calls[i]) for i in batch]
+        ops = [P2POp(kind, call.array, call.peer, call.tag) for kind, call in pairs]
         together = members.fast.sendrecv(ops)
         if together is NotImplemented:
             together = members.run_many([calls[i] for i in batch], "batch_isend_irecv")

@@ -312,8 +312,8 @@ def native_entry(verb: Verb, **constants: Any) -> Callable[[F], F]:
                 defaults[key] = ... if default is parameter.empty else default
             parameters.append((name, list(defaults).index(key), default))
         points = verb.name if verb in (BARRIER, SENDRECV) else "collective"
-        values = tuple((defaults | constants).values()), tuple(parameters)
-        values += (function.__code__.co_argcount,)
+        count = function.__code__.co_argcount
+        values = tuple((defaults | constants).values()), tuple(parameters), count
         entry = _make_entry(function, function.__name__, points, world_fast, Membership, *values)
         return cast("F", functools.update_wrapper(entry, function))
 

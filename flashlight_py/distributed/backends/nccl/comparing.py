@@ -100,7 +100,7 @@ class Comparisons:
         if self.compared_ahead[0] >= ahead or self._looks_back is None:
             return True
         try:
-            is_over = self._looks_back(self._name, self.communicator.timeout)
+            is_over: bool = self._looks_back(self._name, self.communicator.timeout)
         except DistributedError as error:
             self._judge(error)
             return True
