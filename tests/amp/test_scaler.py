@@ -9,6 +9,7 @@ import pytest
 
 import flashlight_py as fl
 from tests.nn.oracle import Oracle
+from tests.tables import for_each
 
 
 class Bare:
@@ -132,7 +133,7 @@ OUT_OF_TURN: dict[str, tuple[list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", OUT_OF_TURN)
+@for_each("name", OUT_OF_TURN)
 def test_calls_out_of_order_raise_runtime_error(name: str) -> None:
     calls, message = OUT_OF_TURN[name]
     optimizer, scaler = Bare(param()), fl.amp.DynamicScaler()
@@ -157,7 +158,7 @@ WRONG: list[dict[str, float]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", WRONG, ids=str)
+@for_each("options", WRONG)
 def test_scaler_raises_value_error_for_numbers_out_of_range(options: Any) -> None:
     with pytest.raises(ValueError, match=r"DynamicScaler: .* must be"):
         fl.amp.DynamicScaler(**options)

@@ -9,6 +9,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
+from tests.tables import for_each
 
 
 def step(model: fl.nn.Module) -> None:
@@ -45,8 +46,8 @@ def made() -> tuple[fl.nn.Module, Variable]:
     return model, param(np.ones((3, 2)))
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", LOSSES)
+@for_each("change", CHANGES)
+@for_each("name", LOSSES)
 def test_backward_raises_if_the_package_changed_a_leaf(name: str, change: Any) -> None:
     model, x = made()
     loss = LOSSES[name](model, x).sum()
@@ -70,7 +71,7 @@ def test_backward_names_linear_if_its_weight_or_input_changed(function: Any) -> 
             loss.backward()
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@for_each("change", CHANGES)
 def test_backward_works_if_the_graph_lacks_the_changed_leaf(change: Any) -> None:
     (model, x), (other, _) = made(), made()
     change(other)
@@ -137,8 +138,8 @@ INTEGERS: dict[str, tuple[Any, Callable[[Any, Any], Variable], Any]] = {
 TARGETS = np.array([[1, 2], [3, 1]])
 
 
-@pytest.mark.parametrize("value", [0, 2, 4, 10**7, -(10**7)])
-@pytest.mark.parametrize("name", INTEGERS)
+@for_each("value", [0, 2, 4, 10**7, -(10**7)])
+@for_each("name", INTEGERS)
 def test_gradients_use_copies_of_integer_inputs(name: str, value: int) -> None:
     array, function, values = INTEGERS[name]
     gradients = []

@@ -14,6 +14,7 @@ from flashlight_py.autograd import Variable, input, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.variable import record_in_order
 from tests.autograd.cases import ones
+from tests.tables import for_each
 
 LONG = 10_000
 
@@ -115,7 +116,7 @@ def test_gradients_accumulate_over_passes() -> None:
     assert x.grad is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     "operation",
     [
         lambda a, b: a - (-b),

@@ -11,6 +11,7 @@ from flashlight_py.device import array_module
 from tests.cupy_stand_in import StandInCupy
 from tests.nn.oracle import Oracle
 from tests.nn.oracle import compare as compare_with_torch
+from tests.tables import for_each
 from tests.tape.steps import compare, training
 
 X, W = np.random.default_rng(0).random((2, 3, 4)) + 0.5
@@ -162,7 +163,7 @@ WRONG: dict[str, tuple[Callable[[fl.Variable], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("result_kind", WRONG)
+@for_each("result_kind", WRONG)
 def test_function_raises_for_invalid_results(result_kind: str) -> None:
     call, kind, words = WRONG[result_kind]
     with pytest.raises(kind, match=words):

@@ -11,6 +11,7 @@ from flashlight_py.autograd import Variable, input, on_backward_end, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.optim import clip_grad_norm
 from tests.autograd.cases import ones
+from tests.tables import for_each
 
 
 def test_hook_runs_once_with_the_complete_gradient() -> None:
@@ -265,8 +266,8 @@ def test_linear_writes_weight_gradients_into_grad_buffer() -> None:
     assert vjp(ones(1, 3)) is buffer
 
 
-@pytest.mark.parametrize(
-    ("buffer", "error"),
+@for_each(
+    "buffer error",
     [
         (np.empty(3, "float32"), ValueError),
         (np.empty(2, "float64"), TypeError),

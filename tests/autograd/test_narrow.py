@@ -10,6 +10,7 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.autograd import input, param
 from flashlight_py.autograd.variable import Variable
 from flashlight_py.optim import clip_grad_norm
+from tests.tables import for_each
 
 COUNT = 70_000  # above the largest float16
 MANY = 5_000  # above the largest float16 integer n with n + 1 != n
@@ -35,7 +36,7 @@ def check(leaf: Variable, expected: float) -> None:
     assert narrow.type(expected) != 0
 
 
-@pytest.mark.parametrize("axis", [None, 0])
+@for_each("axis", [None, 0])
 def test_mean_gradient_is_computed_in_float32(axis: int | None) -> None:
     x = param(ones(COUNT))
     result = F.mean(x, axis)
@@ -121,7 +122,7 @@ def test_clip_grad_norm_applies_small_factors_to_float16() -> None:
     check(x, 1e-3 / 2)
 
 
-@pytest.mark.parametrize("shapes", [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((4,), (4, 2))], ids=str)
+@for_each("shapes", [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((4,), (4, 2))])
 def test_products_are_computed_in_float32_and_rounded_once(shapes: Any) -> None:
     random = np.random.default_rng(0)
     a, b = (random.standard_normal(shape).astype(narrow) for shape in shapes)
@@ -142,7 +143,7 @@ def test_dropout_keeps_the_dtype() -> None:
     assert result.dtype == x.grad.dtype == narrow
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@for_each("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_astype_accepts_the_name_bfloat16(dtype: str) -> None:
     x = param(np.ones(2, np.float32))
     result = F.astype(x, dtype)

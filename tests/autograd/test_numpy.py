@@ -13,6 +13,7 @@ from flashlight_py.autograd.operators import _FUNCTIONS, _UFUNCS
 from tests.cupy_stand_in import StandInCupy
 from tests.nn.oracle import Oracle
 from tests.nn.oracle import compare as compare_with_torch
+from tests.tables import for_each
 from tests.tape.steps import compare
 
 ARITHMETIC = {"add", "subtract", "negative", "multiply", "divide", "power", "absolute"}
@@ -80,7 +81,7 @@ LIKE_TORCH: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("torch", LIKE_TORCH)
+@for_each("torch", LIKE_TORCH)
 def test_numpy_functions_are_differentiated(torch: str, oracle: Oracle) -> None:
     x, w, b = fl.param(A), fl.param(B), B[::-1].copy()
     result = LIKE_TORCH[torch](x, w, b)
@@ -88,7 +89,7 @@ def test_numpy_functions_are_differentiated(torch: str, oracle: Oracle) -> None:
     compare_with_torch(oracle, f"y = {torch}", result, {"x": x, "w": w}, 1e-12, b=b)
 
 
-@pytest.mark.parametrize("torch", LIKE_TORCH)
+@for_each("torch", LIKE_TORCH)
 def test_numpy_functions_are_captured(torch: str) -> None:
     def make() -> Any:
         x, y = fl.param(A.copy()), fl.param(B.copy())
@@ -129,7 +130,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_functions_without_derivative_raise_type_error(name: str) -> None:
     words = r".* of shape \(3, 4\) that needs a gradient.*fl\.autograd\.functions.*variable\.array"
     with pytest.raises(TypeError, match=name + words):
@@ -138,7 +139,7 @@ def test_functions_without_derivative_raise_type_error(name: str) -> None:
     np.testing.assert_array_equal(REFUSED[name](fl.input(A)), expected)
 
 
-@pytest.mark.parametrize("sections", [[1, 100], [-1], [], 2, np.int64(4)])
+@for_each("sections", [[1, 100], [-1], [], 2, np.int64(4)])
 def test_split_of_a_variable_equals_numpy(sections: Any) -> None:
     x = fl.param(A)
     for part, expected in zip(np.split(x, sections, 1), np.split(A, sections, 1), strict=True):

@@ -14,6 +14,7 @@ from flashlight_py.autograd import Variable, input, no_grad, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.random import generator, set_seed
 from tests.parallel.trees import Tensor
+from tests.tables import for_each
 
 
 def test_constructors_share_the_array_and_set_calc_grad() -> None:
@@ -44,13 +45,13 @@ def test_variable_shares_dlpack_arrays() -> None:
     assert np.shares_memory(input(Tensor(array)).array, array)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [[1.0, 2.0], 3.0, "text", None, object()])
+@for_each("value", [[1.0, 2.0], 3.0, "text", None, object()])
 def test_variable_raises_type_error_unless_an_array(value: Any) -> None:
     with pytest.raises(TypeError, match=type(value).__name__):
         Variable(value)
 
 
-@pytest.mark.parametrize("dtype", ["int64", "bool", "complex64", "U3", "datetime64[s]", "object"])
+@for_each("dtype", ["int64", "bool", "complex64", "U3", "datetime64[s]", "object"])
 def test_param_raises_type_error_unless_floating(dtype: str) -> None:
     array = np.empty(2, dtype)
     with pytest.raises(TypeError, match="floating dtype"):
@@ -93,7 +94,7 @@ WRONG: list[tuple[Callable[[Any, Any], object], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "words"), WRONG)
+@for_each("call error words", WRONG)
 def test_invalid_calls_raise_and_change_nothing(call: Any, error: Any, words: str) -> None:
     x = param(np.ones(2))
     y = x * 2.0
@@ -124,7 +125,7 @@ def test_repr_shows_the_value() -> None:
     assert repr(param(np.array([1.0]))) == "Variable(array([1.]), calc_grad=True)"
 
 
-@pytest.mark.parametrize("other", [2, 2.0, np.float64(2), np.full(3, 2, "float32")])
+@for_each("other", [2, 2.0, np.float64(2), np.full(3, 2, "float32")])
 def test_operators_accept_numbers_and_arrays_on_both_sides(other: Any) -> None:
     array = np.array([1, 2, 4], "float32")
     x = param(array)
@@ -169,7 +170,7 @@ class TestAsAnArray:
         assert np.array([x, x]).shape == (2, 2, 2)
         assert np.argmax(input(np.array([0, 1]))) == 1
 
-    @pytest.mark.parametrize("function", [np.asarray, np.array, np.copy])
+    @for_each("function", [np.asarray, np.array, np.copy])
     def test_asarray_raises_type_error_with_gradient(self, function: Any) -> None:
         with pytest.raises(TypeError, match=r"shape \(2, 2\) that needs a gradient.*numpy\(\)"):
             function(param(np.ones((2, 2))))
@@ -202,7 +203,7 @@ def test_detach_shares_the_array_and_copy_copies() -> None:
     assert not np.shares_memory(x.copy().array, x.array)
 
 
-@pytest.mark.parametrize("name", ["exp", "std", "clip", "requires_grad", "view", "permute", "ravel",
+@for_each("name", ["exp", "std", "clip", "requires_grad", "view", "permute", "ravel",
                                   "unsqueeze", "clone", "numel", "dim", "dot", "to", "cpu",
                                   "tolist", "argmax", "cumsum", "expand", "half",
                                   "contiguous"])  # fmt: skip
@@ -218,7 +219,7 @@ def test_attribute_error_names_a_valid_replacement(name: str) -> None:
     assert not hasattr(x, name)
 
 
-@pytest.mark.parametrize("name", ["nonsense", "__len_hint__", "_private", "__array_interface__"])
+@for_each("name", ["nonsense", "__len_hint__", "_private", "__array_interface__"])
 def test_attribute_error_without_replacement_names_the_attribute(name: str) -> None:
     with pytest.raises(AttributeError, match=f"^a Variable x has no attribute '{name}'$"):
         getattr(input(np.ones(2)), name)
@@ -239,9 +240,7 @@ def test_generator_continues_between_calls() -> None:
     assert generator().random() != generator().random()
 
 
-@pytest.mark.parametrize(
-    ("seed", "error"), [(-1, ValueError), (1.5, TypeError), ("1", TypeError), (True, TypeError)]
-)
+@for_each("seed error", [(-1, ValueError), (1.5, TypeError), ("1", TypeError), (True, TypeError)])
 def test_set_seed_raises_for_invalid_seeds(seed: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="set_seed"):
         set_seed(seed)

@@ -1,8 +1,7 @@
 """``python -m tests.chaos``: many rounds of all faults, and tables of the results.
 
 Without options everything runs, which takes about a quarter of an hour on two cores. ``--backend``,
-``--verb``,
-``--fate`` and ``--seed`` select rounds. A failure prints the options that repeat it.
+``--verb``, ``--fate`` and ``--seed`` select rounds. A failure prints the options that repeat it.
 """
 
 import argparse
@@ -13,12 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from tests.chaos import mpi_rounds, rounds
-from tests.chaos.rounds import FATES, Round, Verdict
+from tests.chaos import rounds
+from tests.chaos.rounds import BACKENDS, FATES, Round, Verdict
 from tests.chaos.verbs import VERBS
-from tests.distributed.rendezvous_helpers import Ranks
-
-BACKENDS = (*rounds.BACKENDS, "mpi")
 
 
 @dataclasses.dataclass
@@ -52,17 +48,13 @@ def chosen(options: argparse.Namespace) -> Iterator[Round]:
                 yield from (Round(backend, verb, fate, seed) for seed in seeds)
 
 
-def play(ranks: Ranks, game: Round) -> Verdict:
-    return mpi_rounds.play(game) if game.backend == "mpi" else rounds.play(ranks, game)
-
-
 def play_all(games: Iterator[Round]) -> list[Row]:
     """Run rounds until Ctrl-C, and return the rows of the finished rounds."""
     rows: dict[tuple[str, str], Row] = {}
     with closing(rounds.start_ranks()) as ranks:
         try:
             for game in games:
-                verdict = play(ranks, game)
+                verdict = rounds.play(ranks, game)
                 row = rows.setdefault((game.backend, game.fate), Row(game.backend, game.fate))
                 row.add(verdict)
                 if verdict.wrong:
@@ -88,7 +80,7 @@ def tell_growth(count: int) -> bool:
     grew = False
     sys.stdout.write("| backend | cycles | more memory | more descriptors | more threads |\n")
     sys.stdout.write("|---|---|---|---|---|\n")
-    for backend in rounds.BACKENDS:
+    for backend in BACKENDS:
         with (
             closing(rounds.start_ranks()) as ranks,
             tempfile.TemporaryDirectory(prefix="chaos-") as folder,

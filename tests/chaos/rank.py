@@ -19,7 +19,7 @@ import flashlight_py as fl
 import flashlight_py.distributed.rendezvous.tcp_store
 from tests.chaos.verbs import VERBS
 
-__all__ = ["EXIT_CODE", "PARTS", "Trap", "report"]
+__all__ = ["EXIT_CODE", "PARTS", "report"]
 
 Plan = dict[str, Any]
 EXIT_CODE = 7
@@ -38,12 +38,6 @@ def report(plan: Plan, event: str, **details: Any) -> None:
 def join(plan: Plan) -> None:
     """Initialise the world of ``plan``."""
     os.environ.update(plan["env"])
-    if plan["init"] == "mpi":
-        fl.distributed_init(fl.DistributedInit.MPI, params=plan["params"])
-        return
-    if plan["init"] == "env":
-        fl.distributed_init(fl.DistributedInit.ENV, params=plan["params"])
-        return
     params = {"FILE_PATH": plan["path"], **plan["params"]}
     fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, plan["rank"], plan["size"], params)
 
@@ -126,25 +120,6 @@ def compute(plan: Plan) -> None:
     report(plan, "computed", calls=calls, created=created)
 
 
-class Trap:
-    """An object that creates the folder ``path`` when it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (self.path,)
-
-
-def give(plan: Plan) -> None:
-    """Join, and exchange an object with the other ranks, which is a trap if the plan says so."""
-    restrict(plan)
-    join(plan)
-    fl.all_gather_object(Trap(plan["trap"]) if "trap" in plan else None)
-    fl.distributed_shutdown()
-    report(plan, "computed")
-
-
 def restrict(plan: Plan) -> list[tuple[str, int, int | None]]:
     """Become the user of the plan with its limits; return the audit hook that records created
     files."""
@@ -202,19 +177,4 @@ def holdings() -> dict[str, int]:
     return {"memory": memory, "threads": threads, "descriptors": len(os.listdir("/proc/self/fd"))}
 
 
-PARTS: dict[str, Callable[[Plan], None]] = {
-    **{"endure": endure, "compute": compute, "cycle": cycle, "give": give}
-}
-
-
-def main() -> None:
-    """Run a rank with ``mpirun``; the plan is in the environment."""
-    plan = json.loads(os.environ["CHAOS_PLAN"])
-    names = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-    plan["rank"] = int(next(os.environ[name] for name in names if name in os.environ))
-    report(plan, "placed", group=os.getpgrp())
-    endure(plan)
-
-
-if __name__ == "__main__":
-    main()
+PARTS: dict[str, Callable[[Plan], None]] = {"endure": endure, "compute": compute, "cycle": cycle}

@@ -72,7 +72,7 @@ class Round:
 
     def plan(self, rank: int, folder: Path) -> dict[str, Any]:
         paths = {"path": str(folder / "meeting"), "log": str(folder / f"log-{rank}")}
-        task = {"part": "endure", "verb": self.verb, "fate": self.fate, "init": "file"}
+        task = {"part": "endure", "verb": self.verb, "fate": self.fate}
         timeout = SHORT if self.fate == "stop" else LONG
         return {**self.drawn, **task, **paths, **world_of(self.backend, rank, timeout)}
 
@@ -94,7 +94,7 @@ def start_together(
     """
     params = plan.pop("params", {})
     common = {"path": str(folder / "meeting"), "log": str(folder / "log"), "size": size}
-    plan = {"part": "compute", "init": "file", **common, **plan}
+    plan = {"part": "compute", **common, **plan}
     return [ranks.start(r, **plan, **world_of(backend, r, timeout, **params)) for r in range(size)]
 
 

@@ -4,6 +4,7 @@ The verbs and their results come from the table of verbs. NumPy combines the arr
 so results must be equal bit by bit.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -11,7 +12,7 @@ import os
 import random
 import reprlib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,20 @@ def _on_rank(rank: int, size: int, module: str, name: str, *args: Any) -> None:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 1000  # as long as our errors
+
+
+@contextlib.contextmanager
+def raises(kind: Any, *words: str) -> Iterator[Any]:
+    """Like ``pytest.raises``. The message must contain all ``words``."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def slow(*rows: Any) -> list[Any]:
+    """Return ``rows`` of parameters, which are tuples or single values, with the marker slow."""
+    tuples = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in tuples]
 
 
 DTYPES = [

@@ -22,7 +22,7 @@ from flashlight_py.distributed.memory.memory_file import MemoryFile, needs_names
 from flashlight_py.distributed.reducers.host_memory import hosts_of, map_zeros
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import DistributedError
-from tests.distributed.conformance import on_ranks
+from tests.distributed.conformance import on_ranks, slow
 from tests.distributed.harness import run_ranks
 
 MOST_GROUPS = 400
@@ -44,8 +44,9 @@ def make_groups(rank: int, size: int, more: int) -> tuple[int, str]:
     return len(groups), ""
 
 
-@pytest.mark.parametrize("more", [60, 120, 180], ids="{} MiB".format)
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize(
+    ("backend", "more"), [("gloo", 60), ("shm", 120), *slow(("gloo", 120), ("shm", 60))]
+)
 def test_new_group_raises_if_memory_for_addresses_runs_out(backend: str, more: int) -> None:
     params = {"BACKEND": backend, "TIMEOUT": "5"}
     results = run_ranks(make_groups, 2, more << 20, deadline=30.0, params=params)

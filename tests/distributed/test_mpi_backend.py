@@ -33,7 +33,13 @@ from flashlight_py.errors import (
     UnavailableEverywhereError,
 )
 from tests.distributed import conformance
-from tests.distributed.conformance import dtype_of, hosts_by_letter, on_ranks, ranks_in, two_hosts
+from tests.distributed.conformance import (
+    dtype_of,
+    hosts_by_letter,
+    on_ranks,
+    slow,
+    two_hosts,
+)
 from tests.distributed.harness import run_ranks
 from tests.distributed.mismatch_errors import first_error, mismatch_now_or_later
 from tests.distributed.programs import every_verb, run_program
@@ -41,7 +47,6 @@ from tests.distributed.test_failures import CALLS, skip_the_call
 
 pytest.importorskip("mpi4py")
 
-ranks = ranks_in(("mpi", 2), ("mpi", 3))
 TIMEOUT = 20.0
 # With Gloo as the CPU backend, and with shared memory inside hosts and Gloo between them.
 APART: dict[str, Any] = {"env": hosts_by_letter("abc")}
@@ -60,20 +65,14 @@ def backend() -> MpiBackend:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [50, 10_000])
-@pytest.mark.parametrize("dtype", ["float32", "int8", "longdouble"])
-@on_ranks()
+@pytest.mark.parametrize(("dtype", "limit"), [("int8", 50), ("longdouble", 10_000)])
+@on_ranks(("mpi", 3))
 def test_arrays_above_the_limit_use_chunks(rank: int, size: int, dtype: str, limit: int) -> None:
     """With a limit of 50 or 10,000 bytes instead of 2 GB."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verb_steps, "LARGEST_BYTES", limit)
         run_program(rank, size, every_verb(size, dtype, (1, 25, 1000)))
         conformance.check_message_ring(rank, size, 5000)
-
-
-@on_ranks()
-def test_concurrent_operations_may_be_waited_for_in_any_order(rank: int, size: int) -> None:
-    conformance.check_random_operations(rank, size, seed=1, steps=150)
 
 
 @pytest.mark.slow
@@ -84,14 +83,14 @@ def test_operation_progresses_while_its_rank_does_not_wait(rank: int, size: int)
     started = time.monotonic()
     work = fl.all_reduce(x, async_op=True)
     if rank == 0:
-        threading.Event().wait(2.0)
+        threading.Event().wait(1.0)
     work.wait()
     assert np.all(x == size)
-    assert rank == 0 or time.monotonic() - started < 1.5
+    assert rank == 0 or time.monotonic() - started < 0.7
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "longdouble"])
-@on_ranks()
+@on_ranks(("mpi", 3))
 def test_min_and_max_of_nan_and_zeros_agree_on_all_ranks(rank: int, size: int, name: str) -> None:
     """NaN and zeros of both signs, in a different order on each rank."""
     odd = [np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1.0, -1.0]
@@ -119,7 +118,7 @@ def test_group_is_freed_after_all_ranks_have_left(rank: int, size: int) -> None:
 @on_ranks(("mpi", 2), fresh=True)
 def test_world_can_be_created_again(rank: int, size: int) -> None:
     params = {"BACKEND": "mpi", "TIMEOUT": TIMEOUT}
-    for _ in range(10):
+    for _ in range(5):
         fl.distributed_shutdown()
         fl.distributed_init(fl.DistributedInit.MPI, params=params)
         x = np.ones(1000)
@@ -201,8 +200,10 @@ def _raise() -> None:
     ("manner", "raised", "why"),
     [
         ("is interrupted", KeyboardInterrupt, "(it stopped in all_reduce: KeyboardInterrupt())"),
-        ("raises", GroupClosedError, "it raised ValueError: in another thread"),
-        ("leaves", GroupClosedError, "lost rank 1 (it has left the group)"),
+        *slow(
+            ("raises", GroupClosedError, "it raised ValueError: in another thread"),
+            ("leaves", GroupClosedError, "lost rank 1 (it has left the group)"),
+        ),
     ],
 )
 @on_one_host_and_several()
@@ -247,7 +248,7 @@ def _late(steps: Iterator[None]) -> Iterator[None]:
 @pytest.mark.slow
 @on_ranks(("mpi", 3, APART), ("mpi", 3, HOSTS), fresh=True, params={"TIMEOUT": 1})
 def test_absent_rank_is_named_on_several_hosts(rank: int, size: int) -> None:
-    output = skip_the_call(rank, size, 4.0)
+    output = skip_the_call(rank, size, 3.0)
     assert rank == 1 or "rank 1 did not join within" in output
 
 

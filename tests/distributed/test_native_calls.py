@@ -28,8 +28,9 @@ from flashlight_py.distributed.verbs import ALL_REDUCE, VERBS
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import MismatchError
 from tests.distributed import conformance
-from tests.distributed.conformance import on_ranks
+from tests.distributed.conformance import on_ranks, slow
 from tests.distributed.mismatch_errors import late_mismatch, mismatch_error
+from tests.pairwise import pairs
 
 in_both = on_ranks(("shm", 2), ("gloo", 2))
 CODES = {verb.name: verb.code for verb in (*VERBS, journal.SENDRECV)}
@@ -256,9 +257,15 @@ def calls_of(code: int, size: int) -> list[tuple[str, dict[str, Any]]]:
     return moved
 
 
-@pytest.mark.parametrize("count", [3, 30_000])
-@pytest.mark.parametrize("async_op", [False, True])
-@on_ranks(("shm", 2), ("gloo", 2), slow=[("shm", 3), ("gloo", 3)])
+@pytest.mark.parametrize(
+    ("ranks", "async_op", "count"),
+    [
+        *pairs([("shm", 2), ("gloo", 2)], (False, True), (3, 30_000)),
+        *slow(*pairs([("shm", 3), ("gloo", 3)], (True, False), (3, 30_000))),
+    ],
+    indirect=["ranks"],
+)
+@on_ranks()
 def test_calls_by_address_equal_calls(rank: int, size: int, async_op: bool, count: int) -> None:
     """Public verbs return the same bits for arrays."""
     settle()

@@ -80,24 +80,26 @@ def test_call_that_needs_no_other_rank_does_not_wait(rank: int, size: int, verb:
     assert np.all(total == size * (size + 1) / 2)
 
 
-@pytest.mark.parametrize("differ", [False, True])
-@on_ranks(("shm", 3), fresh=True)
-def test_look_back_compares_calls_made_ahead(rank: int, size: int, differ: bool) -> None:
-    """Make many calls ahead. If they differ, rank 1 uses another op in the last call."""
-    cpu, x, error = members_of(None).backend(), np.ones(3), ""
+def make_calls_ahead(op: ReduceOp) -> None:
+    """Make 100 calls ahead, the last one with ``op``, and compare them."""
+    cpu = members_of(None).backend()
     assert cpu.look_back is not None
-    try:
-        for n in range(100):
-            op = ReduceOp.MAX if differ and rank == 1 and n == 99 else ReduceOp.SUM
-            call = Call(ALL_REDUCE, x, op, compared=True, is_ahead=True, blocking=False)
-            cpu.start(call).wait()
-        while not cpu.look_back("all_reduce", 30.0):
-            time.sleep(0)
-    except MismatchError as mismatch:
-        error = str(mismatch)
-        with pytest.raises(MismatchError):
-            fl.barrier()  # the next compared call raises as well
-    assert ("op=max" in error) == ("op=sum" in error) == differ
+    for last in [ReduceOp.SUM] * 99 + [op]:
+        call = Call(ALL_REDUCE, np.ones(3), last, compared=True, is_ahead=True, blocking=False)
+        cpu.start(call).wait()
+    while not cpu.look_back("all_reduce", 30.0):
+        time.sleep(0)
+
+
+@on_ranks(("shm", 3), fresh=True)
+def test_look_back_compares_calls_made_ahead(rank: int, size: int) -> None:
+    make_calls_ahead(ReduceOp.SUM)
+    with pytest.raises(MismatchError) as caught:
+        make_calls_ahead(ReduceOp.MAX if rank == 1 else ReduceOp.SUM)
+    assert "op=max" in str(caught.value)
+    assert "op=sum" in str(caught.value)
+    with pytest.raises(MismatchError):
+        fl.barrier()  # the next compared call raises as well
 
 
 @on_ranks(("shm", 2), lost=1)
@@ -327,7 +329,7 @@ def sync_on_rank_1(rank: int) -> dict[str, str]:
     return {"FLASHLIGHT_CHECKS": "sync"} if rank == 1 else {}
 
 
-@in_both(3, env=sync_on_rank_1)
+@on_ranks(("shm", 3), slow=[("gloo", 3)], env=sync_on_rank_1)
 def test_flashlight_checks_sync_may_be_set_on_one_rank(rank: int, size: int) -> None:
     raised = mismatch_error(lambda: fl.broadcast(np.zeros(3 + (rank > 0)))) != ""
     assert raised == (rank > 0)
@@ -367,7 +369,11 @@ def stand_in() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize(
+    ("ranks", "blocking"),
+    [(("shm", 4), True), (("gloo", 3), False), (("hierarchical", 4), True)],
+    indirect=["ranks"],
+)
 @on_ranks()
 @stand_in()
 def test_compared_calls_send_no_data_but_have_shapes(rank: int, size: int, blocking: bool) -> None:

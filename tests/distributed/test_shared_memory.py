@@ -32,12 +32,11 @@ from tests.distributed.conformance import (
     hosts_by_letter,
     on_ranks,
     ranks_in,
+    slow,
     values,
 )
 from tests.distributed.harness import run_ranks
 from tests.launch.launcher import run
-
-SHM = {"BACKEND": "shm"}
 
 
 def shared_equals_ordinary(rank: int, size: int, name: str, count: int) -> None:
@@ -54,10 +53,11 @@ def shared_equals_ordinary(rank: int, size: int, name: str, count: int) -> None:
         assert_equal(x, expected, f"{op} of {count} {name}")
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+@pytest.mark.parametrize("size", [2, *slow(4)])
 def test_verbs_on_shared_arrays_return_the_same_bits(pool: Any, size: int) -> None:
-    names, counts = ("float32", "float16", "int8", "complex128"), (0, 1, 5000, 100_001, 700_000)
-    pool(size, params=SHM).run_each(shared_equals_ordinary, itertools.product(names, counts))
+    names, counts = ("float32", "float16", "int8", "complex128"), (0, 1, 5000, 100_001)
+    cases = [*itertools.product(names, counts), ("float32", 700_000)]
+    pool(size, params={"BACKEND": "shm"}).run_each(shared_equals_ordinary, cases)
 
 
 @on_ranks(("shm", 2), ("shm", 3))
@@ -91,7 +91,7 @@ def test_dropped_shared_arrays_are_unmapped(rank: int, size: int) -> None:
         return Path("/proc/self/maps").read_text().count("flashlight-")
 
     counts = []
-    for _ in range(20):
+    for _ in range(6):
         x = fl.distributed.shared_empty(100_000)
         x[...] = 1
         fl.all_reduce(x)
@@ -220,10 +220,9 @@ CONTAINER = "unshare --pid --fork --mount-proc"
 @pytest.mark.parametrize(
     ("size", "prefix", "backend", "warning"),
     [
-        ("64k", "", "shared memory", None),
         ("64k", CONTAINER, "Gloo over TCP", "Gloo is used instead of shared memory"),
         ("6m", CONTAINER, "shared memory", "shared_empty(1000000,) returns ordinary memory"),
-        ("64m", CONTAINER, "shared memory", None),
+        *slow(("64k", "", "shared memory", None), ("64m", CONTAINER, "shared memory", None)),
     ],
 )
 def test_small_dev_shm_matters_in_containers_only(
@@ -317,14 +316,18 @@ def keep_secret(array: Any, layout: str) -> Any:
     return hidden
 
 
+SECRETLY = (*programs.TABLE_VERBS, *programs.MESSAGES)
+
+
 @pytest.mark.skipif(not can_keep_secrets(), reason="needs memfd_secret (Linux 5.14, x86 or ARM)")
-@on_ranks(("shm", 2), ("shm", 3))
-def test_verbs_accept_secret_memory(rank: int, size: int) -> None:
+@pytest.mark.parametrize("verbs", [("all_reduce", "gather", "sendrecv"), *slow((SECRETLY,))])
+@on_ranks(("shm", 2), slow=[("shm", 3)])
+def test_verbs_accept_secret_memory(rank: int, size: int, verbs: tuple[str, ...]) -> None:
     """Each verb uses a new group, because a group that failed to read once does not try again."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 or size == 3:
             patch.setattr(programs, "with_layout", keep_secret)
-        for verb in (*programs.TABLE_VERBS, *programs.MESSAGES):
+        for verb in verbs:
             calls = programs.every_verb(size, "int32", [COUNT], [verb], [1])
             programs.run_program(rank, size, calls * TURNS)
     x = np.full(COUNT, rank, np.int32)

@@ -10,7 +10,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.rendezvous.environment import check_no_launcher, check_schedulers
 from flashlight_py.distributed.start.world import current_world
-from tests.distributed.conformance import on_ranks
+from tests.distributed.conformance import on_ranks, slow
 from tests.distributed.jobs import finish, start
 
 STARTED = {
@@ -172,10 +172,12 @@ def test_save_warns_about_a_missing_init(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environ"),
     [
-        ([], {}),
-        ([], {"RANK": "0", "WORLD_SIZE": "1"}),
-        ([], {**STARTED["PMI"], "FLASHLIGHT_ALONE": "1"}),
         (["init"], {}),
+        *slow(
+            ([], {}),
+            ([], {"RANK": "0", "WORLD_SIZE": "1"}),
+            ([], {**STARTED["PMI"], "FLASHLIGHT_ALONE": "1"}),
+        ),
     ],
 )
 def test_verb_warns_only_without_init(arguments: list[str], environ: dict[str, str]) -> None:

@@ -229,9 +229,9 @@ def test_comparison_is_the_cause_only_if_it_has_failed(goes_on: bool) -> None:
 
 # Large enough that threads wake up during the reduction and the copy.
 SIDE = 300
-ROUNDS = 10
+ROUNDS = 5
 
-ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 5), ("mpi", 3))
+ranks = ranks_in(("gloo", 3), ("shm", 3), slow=[("hierarchical", 5), ("mpi", 3)])
 
 
 @on_ranks()

@@ -4,8 +4,7 @@
 
 namespace stress {
 
-// Return the number of compared results: reductions, and optimizer steps.
+// Return the number of compared reductions.
 long test_kernels(uint64_t seed, long rounds);
-long test_steps(uint64_t seed, long rounds);
 
 }  // namespace stress

@@ -12,6 +12,7 @@ from flashlight_py.autograd.functions import convolution
 from flashlight_py.nn import Conv2D, Linear, Module, Pool2D, ReLU, Sequential, Upsample, View
 from tests.nn.oracle import Oracle, weights_of
 from tests.nn.oracle import compare as compare_with_torch
+from tests.tables import for_each
 from tests.tape.steps import compare, training
 
 Shape = tuple[int, ...]
@@ -296,7 +297,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "error", "words"), BAD, ids=[words for _, _, words in BAD])
+@for_each("call error words", BAD)
 def test_bad_input_is_rejected(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
@@ -319,6 +320,6 @@ def test_infinite_pixel_affects_neighbours_only_in_bilinear_mode() -> None:
     assert (result[:, 3:] == 0).all()
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4), (1, 1), (1, 2, 5, 1)])
+@for_each("shape", [(2, 3, 4), (1, 1), (1, 2, 5, 1)])
 def test_gradients_of_bilinear_upsampling_equal_central_differences(shape: Any) -> None:
     gradcheck(Upsample((2, 3), "bilinear"), [np.random.default_rng(0).normal(size=shape)])

@@ -13,6 +13,7 @@ import flashlight_py as fl
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd import native
 from tests.nn.oracle import Oracle, compare, weights_of
+from tests.tables import for_each
 
 RANDOM = np.random.default_rng(0)
 MAY = RANDOM.random((2, 1, 70, 150)) < 0.5
@@ -99,8 +100,8 @@ STRANGE: dict[str, Convert] = {
 }
 
 
-@pytest.mark.parametrize("layout", STRANGE)
-@pytest.mark.parametrize("name", [*FUNCTIONS, *OTHERS])
+@for_each("layout", STRANGE)
+@for_each("name", [*FUNCTIONS, *OTHERS])
 def test_kernels_accept_unaligned_and_swapped_arrays(name: str, layout: str) -> None:
     strange = results_of(name, STRANGE[layout])
     if name != "dropout" or layout == "unaligned":  # without the kernel, other numbers are drawn
@@ -108,7 +109,7 @@ def test_kernels_accept_unaligned_and_swapped_arrays(name: str, layout: str) -> 
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["batch_norm", "batch_norm_last", "group_norm_last", "silu_last"])
+@for_each("name", ["batch_norm", "batch_norm_last", "group_norm_last", "silu_last"])
 def test_results_and_gradients_keep_the_memory_layout(name: str) -> None:
     result, gradient = results_of(name, lambda x: x.astype("float32"))[:2]
     strides = FUNCTIONS[name][1][0].astype("float32").strides
@@ -116,7 +117,7 @@ def test_results_and_gradients_keep_the_memory_layout(name: str) -> None:
     assert gradient.strides == strides
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "batch_norm_last", "group_norm"])
+@for_each("name", ["layer_norm", "batch_norm_last", "group_norm"])
 def test_variance_is_accurate_for_large_means(name: str) -> None:
     function, (x, *rest) = FUNCTIONS[name]
     exact, single = (
@@ -127,7 +128,7 @@ def test_variance_is_accurate_for_large_means(name: str) -> None:
     np.testing.assert_allclose(single, exact, rtol=1e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("function", [F.gelu, F.silu, F.sigmoid, lambda x: F.gelu(x, True)])
+@for_each("function", [F.gelu, F.silu, F.sigmoid, lambda x: F.gelu(x, True)])
 def test_float32_functions_are_accurate(function: Callable[..., Any]) -> None:
     """The error is relative to the value, also in the tails."""
     x = np.concatenate([np.linspace(-9, 9, 5001), np.geomspace(1e-30, 80, 500)]).astype("float32")
@@ -161,8 +162,8 @@ def test_attention_with_mask_equals_torch(causal: bool, oracle: Oracle) -> None:
     np.testing.assert_array_equal(nothing, np.zeros_like(nothing))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("least", [0, -1e6, -1e9, -1e38])
+@for_each("dtype", ["float32", "float64"])
+@for_each("least", [0, -1e6, -1e9, -1e38])
 def test_attention_is_accurate_for_large_scores(least: float, dtype: str) -> None:
     """If all scores of a row are equal, the weights are 1 / n in both passes."""
     q, k = (fl.param(np.zeros((1, 1, 8, 4), dtype)) for _ in range(2))
@@ -198,7 +199,7 @@ def test_dropout_zeroes_the_expected_share(shape: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(x.grad, results[0].array)
 
 
-@pytest.mark.parametrize("axes", [(0, 3, 1, 2), (0, 2, 1, 3), (3, 2, 1, 0)])
+@for_each("axes", [(0, 3, 1, 2), (0, 2, 1, 3), (3, 2, 1, 0)])
 def test_dropout_gradient_may_have_another_layout(axes: tuple[int, ...]) -> None:
     x = fl.param(np.ones((2, 5, 4, 3), "float32").transpose(axes))
     result = F.dropout(x, 0.5)
@@ -287,13 +288,13 @@ ERRORS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("pattern", ERRORS)
+@for_each("pattern", ERRORS)
 def test_errors_name_the_layer_and_shapes(pattern: str) -> None:
     with pytest.raises(ValueError, match=pattern):
         ERRORS[pattern]()
 
 
-@pytest.mark.parametrize("function", [F.sigmoid, F.gelu, F.silu, lambda x: F.dropout(x, 0.5)])
+@for_each("function", [F.sigmoid, F.gelu, F.silu, lambda x: F.dropout(x, 0.5)])
 def test_backward_accepts_numpy_scalars_as_gradients(function: Any) -> None:
     x = fl.param(np.ones((), np.float32))
     (function(x) * fl.input(np.ones(3, np.float32))).sum().backward()
@@ -340,7 +341,7 @@ RESIZED: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RESIZED)
+@for_each("name", RESIZED)
 def test_backward_raises_runtime_error_if_an_array_was_resized(name: str) -> None:
     """The kernel may have a view of the resized array, for example for images of one channel."""
     function, arrays = RESIZED[name]

@@ -11,6 +11,7 @@ import flashlight_py as fl
 from flashlight_py.autograd import native
 from tests.nn.oracle import Oracle, weights_of
 from tests.nn.oracle import compare as compare_with_torch
+from tests.tables import for_each
 from tests.tape.steps import compare, training
 
 F = fl.autograd.functions
@@ -170,7 +171,7 @@ ROWS = [
         (SEQUENCES, SPOKEN),
     ),
 ]  # fmt: skip
-ROWS_BY_NAME = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+ROWS_BY_NAME = for_each("row", ROWS)
 
 
 def call(row: Row, module: fl.nn.Module, inputs: Any) -> Any:
@@ -193,7 +194,7 @@ def made(row: Row, dtype: Any) -> fl.nn.Module:
     return row.make().astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@for_each("dtype", ["float32", "float64"])
 @ROWS_BY_NAME
 def test_layers_have_values_and_gradients_of_torch(row: Row, dtype: str, oracle: Oracle) -> None:
     module, inputs = made(row, dtype), variables_of(row, dtype)
@@ -309,7 +310,7 @@ def test_binary_cross_entropy_limits_logarithms_to_100(oracle: Oracle) -> None:
     compare_with_torch(oracle, code, loss, {"a": p}, t=target)
 
 
-@pytest.mark.parametrize("function", [F.erf, F.gelu, F.silu, F.elu, F.log1p])
+@for_each("function", [F.erf, F.gelu, F.silu, F.elu, F.log1p])
 def test_activations_of_extremes_are_finite(function: Callable[..., Any], oracle: Oracle) -> None:
     ends = np.array([0.0, -0.0, 1e-30, 30.0, 700.0])
     ends = ends if function is F.log1p else np.concatenate([ends, -ends])
@@ -426,17 +427,14 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
+@for_each("layer", [
         fl.nn.BatchNorm(2), fl.nn.GroupNorm(1, 2), fl.nn.MultiheadAttention(2, 1),
         fl.nn.RNN("gru", 2, 2), fl.nn.PositionEmbedding(2, 2), fl.nn.Transformer(2, 1),
         fl.nn.PReLU(2), fl.nn.Linear(2, 2), fl.nn.Conv2D(2, 2, 1), fl.nn.LayerNorm(2),
         fl.nn.Conv1D(2, 2, 1), fl.nn.Upsample(), fl.nn.Upsample(mode="bilinear"),
         fl.nn.ReLU(), fl.nn.Tanh(), fl.nn.Sigmoid(), fl.nn.LogSoftmax(), fl.nn.Dropout(),
         fl.nn.View((-1,)), fl.nn.Sequential(fl.nn.Linear(2, 2), fl.nn.Dropout()),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_layers_accept_arrays_and_reject_lists(layer: Any) -> None:
     with pytest.raises(TypeError, match=r"got list. Convert it with numpy.asarray"):
         layer([[[1.0, 2.0]]])
@@ -492,7 +490,7 @@ def test_layers_raise_value_error_for_empty_batches(
         EMPTY[words](fl.input(np.ones((0, 4, 8), np.float32)))
 
 
-@pytest.mark.parametrize("words", ERRORS)
+@for_each("words", ERRORS)
 def test_errors_name_the_layer_and_the_shapes(words: str) -> None:
     call, error = ERRORS[words]
     with pytest.raises(error, match=words):

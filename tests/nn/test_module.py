@@ -17,6 +17,7 @@ from flashlight_py.optim import SGDOptimizer
 from flashlight_py.parallel.tree import put_buffer
 from flashlight_py.random import set_seed
 from tests.nn.oracle import Oracle
+from tests.tables import for_each
 from tests.tape.steps import compare, training
 
 
@@ -260,8 +261,8 @@ y = list(dict(Held().named_parameters()))
             assert names_of(Free(items=["word"] * 101)) == []
             assert len(names_of(made_again(original))) == 101
 
-    @pytest.mark.parametrize(
-        ("items", "name"),
+    @for_each(
+        "items name",
         [
             ({1: ReLU(), "1": ReLU()}, "of.1"),
             ({"a.b": ReLU(), "a": {"b": ReLU()}}, "of.a.b"),
@@ -346,8 +347,8 @@ def test_sequential_fuses_linear_and_relu_with_the_same_bits(bias: bool) -> None
         assert together.tobytes() == alone.tobytes()
 
 
-@pytest.mark.parametrize("position", [0, 1])
-@pytest.mark.parametrize("override", ["before_forward", "recompute", "forward"])
+@for_each("position", [0, 1])
+@for_each("override", ["before_forward", "recompute", "forward"])
 def test_sequential_does_not_fuse_overridden_layers(position: int, override: str) -> None:
     model, called = Sequential(Linear(2, 2), ReLU()), []
     module = model[position]
@@ -388,7 +389,7 @@ def test_container_lists_members_and_attributes() -> None:
     np.testing.assert_array_equal(model(x).array, model[0](x).array + model.shortcut(x).array)
 
 
-@pytest.mark.parametrize("member", [Linear, "Linear", None, np.ones(1)])
+@for_each("member", [Linear, "Linear", None, np.ones(1)])
 def test_add_raises_type_error_unless_a_module(member: Any) -> None:
     with pytest.raises(TypeError, match="Sequential: expected a Module"):
         Sequential(member)

@@ -7,6 +7,7 @@ import flashlight_py as fl
 from flashlight_py.tagi import nn, normalization
 from flashlight_py.tagi.states import BaseHiddenStates
 from tests.distributed.conformance import on_ranks
+from tests.tables import for_each
 from tests.tagi.helpers import channels_first, equal, in_numpy, needs_kernels, numbers
 from tests.tagi.oracle import run_both
 
@@ -63,8 +64,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@for_each("bias", [True, False])
+@for_each("case", CASES)
 def test_normalization_matches_formulas(case: str, bias: bool) -> None:
     make, shape, over, features = CASES[case]
     layer = drawn(make(bias=bias))
@@ -83,25 +84,8 @@ def test_normalization_matches_formulas(case: str, bias: bool) -> None:
     assert layer.backward(d, e, False) is None
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_normalization_accepts_channel_first_images(case: str) -> None:
-    make, shape, _, _ = CASES[case]
-    x, results = states(*shape), []
-    for swapped in (False, True):
-        layer = drawn(make())
-        layer.connect(shape[1:])
-        parts = (x.mean, x.variance, x.slope)
-        if swapped:
-            parts = channels_first(*parts)
-        out = layer.forward(BaseHiddenStates(*parts))
-        d, e = layer.backward(numbers(*shape, seed=3), numbers(*shape, seed=4), True)
-        results.append((out.mean, out.variance, d, e, layer.weight.mean_sum))
-    for first, second in zip(*results, strict=True):
-        close(second, first)
-
-
 @needs_kernels
-@pytest.mark.parametrize("positions", [8, 16, 21, 40])
+@for_each("positions", [8, 16, 21, 40])
 def test_normalization_kernels_equal_numpy(positions: int) -> None:
     """Row lengths with and without a remainder; contiguous, transposed, and with gaps."""
     shape = (5, 3, positions)

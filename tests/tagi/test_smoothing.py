@@ -112,7 +112,7 @@ def test_slstm_covariances_match_random_draws() -> None:
     rng = np.random.default_rng(0)
     h, c, v = np.array([0.3, -0.2]), np.array([0.5, 1.0]), np.full(2, 1e-3)
     w, b = layer.mu_w.reshape(4, 2, 3).astype(float), layer.mu_b.reshape(4, 2).astype(float)
-    draws = 200_000
+    draws = 50_000
     h_draws, c_draws = (rng.normal(m, np.sqrt(1e-3), (draws, 2)) for m in (h, c))
     for var_h, var_c in ((v, 0 * v), (0 * v, v)):
         net.set_lstm_states({0: (h, var_h, c, var_c)})

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from flashlight_py.tagi import nn
+from tests.tables import for_each
 from tests.tagi.helpers import equal
 from tests.tagi.oracle import compare
 
@@ -93,7 +94,7 @@ def test_update_heteros_ignores_nan() -> None:
 MASK = np.array([[False, True, False, False], [True, False, False, True]])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "bool"])
+@for_each("dtype", ["float16", "float32", "float64", "int64", "bool"])
 def test_update_ignores_masked_observations(dtype: str) -> None:
     """The values under the mask have no effect."""
     values = np.arange(8).reshape(2, 4).astype(dtype)
@@ -156,7 +157,7 @@ def test_update_requires_the_batch_first_or_flat_arrays() -> None:
     assert deltas.mean is None
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "bool"])
+@for_each("dtype", ["float16", "float32", "float64", "int64", "bool"])
 def test_update_accepts_any_dtype_layout_and_shape(dtype: str) -> None:
     out, y = states(3, 4), (np.arange(12).reshape(3, 4) % 3).astype(dtype)
     updater, expected, actual = nn.OutputUpdater(), nn.BaseDeltaStates(), nn.BaseDeltaStates()
@@ -171,8 +172,8 @@ def test_update_accepts_any_dtype_layout_and_shape(dtype: str) -> None:
 LONGER = r"var_obs: .*, or a longer array of one repeated, unmasked value, got \(10,\)"
 
 
-@pytest.mark.parametrize(
-    ("y", "errors", "message"),
+@for_each(
+    "y errors message",
     [
         (np.zeros((2, 3)), 0.1, r"mu_obs: expected shape \(2, 4\), .*, got \(2, 3\)"),
         (np.zeros((3, 4)), 0.1, r"mu_obs: expected shape \(2, 4\), .*, got \(3, 4\)"),
@@ -195,7 +196,7 @@ def test_update_rejects_invalid_observations(y: Any, errors: Any, message: str) 
     assert deltas.mean is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     "values",
     [
         np.zeros((2, 4), complex),
@@ -213,8 +214,8 @@ def test_update_raises_type_error_for_observations_that_are_not_real(values: Any
         nn.OutputUpdater().update(states(), np.zeros((2, 4)), values, nn.BaseDeltaStates())
 
 
-@pytest.mark.parametrize(
-    ("indices", "message"),
+@for_each(
+    "indices message",
     [
         ([[0], [1]], "indices must be from 1 to 4, the number of outputs, got 0 to 1"),
         ([[1], [5]], "indices must be from 1 to 4, the number of outputs, got 1 to 5"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.tables import for_each
 from tests.tape.steps import compare, trained, training
 
 X = (np.random.default_rng(0).random((24, 6, 4)) * 2 - 1).astype(np.float32)
@@ -41,7 +42,7 @@ FORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@for_each("form", FORMS)
 def test_capture_supports_argument_forms(form: str) -> None:
     compare(lambda: several, map(FORMS[form], X[:8]))
 
@@ -86,7 +87,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@for_each("change", CHANGES.values(), CHANGES)
 def test_argument_may_be_modified_state(change: Callable[[Any, Any], Any]) -> None:
     def make() -> Any:
         state = np.arange(6.0)
@@ -158,7 +159,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Any], int]] = {
 }
 
 
-@pytest.mark.parametrize(("step", "calls", "eager"), CALLS.values(), ids=CALLS)
+@for_each("step calls eager", CALLS.values(), CALLS)
 def test_capture_supports_arguments(step: Callable[..., Any], calls: list[Any], eager: int) -> None:
     compare(lambda: step, calls, eager=eager)
 
@@ -190,7 +191,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_unsupported_arguments_stay_eager(name: str) -> None:
     step, argument, reason = REFUSED[name]
     compare(lambda: step, [(argument,)] * 4, reason=f"argument 0 {reason}")

@@ -18,6 +18,7 @@ from flashlight_py.tape import lowering, program
 from flashlight_py.tape.recording import Note
 from tests.autograd.cases import CASES, Case
 from tests.optim.test_optimizers import RULES, Make
+from tests.tables import for_each
 from tests.tape.steps import compare, is_same, training
 
 F = fl.autograd.functions
@@ -25,11 +26,11 @@ Array = np.ndarray[Any, Any]
 X = np.random.default_rng(0).random((10, 3, 4)) * 4 - 2
 # Indexing by Booleans returns a shape that depends on the values.
 CAPTURED = [case for case in CASES if case.name != "index_mask"]
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "float64"])
+DTYPES = for_each("dtype", ["float32", "float64"])
 
 
 @DTYPES
-@pytest.mark.parametrize("case", CAPTURED, ids=[case.name for case in CAPTURED])
+@for_each("case", CAPTURED)
 def test_replay_of_functions_equals_eager(case: Case, dtype: str) -> None:
     def make() -> Any:
         params = [fl.param(array.astype(dtype)) for array in case.arrays]
@@ -49,7 +50,7 @@ def test_replay_of_functions_equals_eager(case: Case, dtype: str) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("make_optimizer", RULES.values(), ids=RULES)
+@for_each("make_optimizer", RULES.values(), RULES)
 def test_replay_of_optimizers_equals_eager(make_optimizer: Make, dtype: str) -> None:
     def make() -> Any:
         fl.set_seed(3)
@@ -156,8 +157,8 @@ CALLS: dict[str, Callable[[Array], Any]] = {
 }
 
 
-@pytest.mark.parametrize("action", ["ignore", "error"])
-@pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
+@for_each("action", ["ignore", "error"])
+@for_each("case", CALLS.values(), CALLS)
 def test_replay_of_calls_equals_eager(case: Callable[[Array], Any], action: Any) -> None:
     def step(x: Array) -> Any:
         try:
@@ -242,7 +243,7 @@ VALUES: dict[Callable[..., Any], list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("step", VALUES)
+@for_each("step", VALUES)
 def test_replay_of_values_equals_eager(step: Callable[..., Any]) -> None:
     for calls in VALUES[step]:
         compare(lambda: step, calls)
@@ -272,7 +273,7 @@ UNUSED: dict[str, tuple[Callable[[Array, Array], Any], Array, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNUSED)
+@for_each("name", UNUSED)
 def test_unused_calls_raise_in_replays(name: str) -> None:
     call, refused, error = UNUSED[name]
 
@@ -300,7 +301,7 @@ LAYOUTS: dict[str, Callable[[Array], Array]] = {
 UFUNCS = {var for var in vars(np).values() if isinstance(var, np.ufunc) and var.nout == 1}
 
 
-@pytest.mark.parametrize("dtype", "?bBhHiIqQefdFD")
+@for_each("dtype", "?bBhHiIqQefdFD")
 def test_replay_of_layouts_equals_eager(dtype: str) -> None:
     """The bits of NumPy's results depend on the strides."""
     random = np.random.default_rng(0)
@@ -337,8 +338,8 @@ def test_replay_of_sums_after_operations_equals_eager(dtype: str) -> None:
     compare(lambda: step, [-np.zeros((100, 50), dtype)] * 5)
 
 
-@pytest.mark.parametrize("dtype", "iefdFD")
-@pytest.mark.parametrize("shape", [(3, 9001), (9001, 3), (7, 10, 3)])
+@for_each("dtype", "iefdFD")
+@for_each("shape", [(3, 9001), (9001, 3), (7, 10, 3)])
 def test_replay_of_row_and_column_sums_equals_eager(dtype: str, shape: tuple[int, ...]) -> None:
     def step(x: Array) -> Any:
         y = x * x.dtype.type(3)
@@ -389,10 +390,8 @@ def rows_of_every_second_element(x: Array, y: Array) -> Any:
     return x[:, : columns // 2] + x[-1, columns % 2 :: 2]
 
 
-@pytest.mark.parametrize(
-    "step", [memory_of_what_ends, beside_a_view_of_an_argument, rows_of_every_second_element]
-)
-@pytest.mark.parametrize("shape", [(300, 70), (3, 5000), (5000, 3), (128, 128), (64, 64)])
+@for_each("step", [memory_of_what_ends, beside_a_view_of_an_argument, rows_of_every_second_element])
+@for_each("shape", [(300, 70), (3, 5000), (5000, 3), (128, 128), (64, 64)])
 def test_replay_of_aliases_equals_eager(step: Callable[..., Any], shape: tuple[int, int]) -> None:
     random = np.random.default_rng(0)
     compare(lambda: step, [tuple(random.standard_normal((2, *shape))) for _ in range(5)])
