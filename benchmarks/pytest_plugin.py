@@ -37,7 +37,6 @@ from harness.verdicts import Verdict, at_most
 OURS, FORKING, EACH = "flashlight_py", "mpi-pytest", "one mpirun per test"
 FASTER = {FORKING: 1 / 3, EACH: 1 / 20}  # largest ratio of our time to the time of a peer
 LATE = 2.0  # seconds from the limit of a test to the report
-RANK = r"(?i)\brank[ =:#]{1,2}1\b"
 
 
 def interpreters(options: argparse.Namespace, conductor: Conductor) -> dict[str, Path]:
@@ -106,7 +105,7 @@ def last_line(result: Result) -> str:
 def missing_facts(fault: Fault, result: Result) -> list[str]:
     """Return the facts that the session does not show."""
     facts = {
-        "no rank": re.search(RANK, result.output),
+        "no rank": re.search(rf"(?i)\brank[ =:#]{{1,2}}[{fault.ranks}]\b", result.output),
         "no cause": re.search(fault.cause, result.output),
         "next test not passed": result.first("test_next", "passed"),
         "processes remain": not result.remaining,

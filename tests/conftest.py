@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 
 from flashlight_py import random
-from tests.distributed import leftovers
+from tests.distributed import harness, leftovers
 from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import RankPool
 from tests.nn.oracle import Oracle
@@ -36,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[leftovers.MARK] = uuid.uuid4().hex
     # Ranks that fail intentionally write no flight records. Tests of flight records enable them.
     os.environ["FLASHLIGHT_TRACE_DIR"] = ""
+    # Before the collection, which may load CUDA: a process that uses it must not be forked.
+    harness.start_server()
 
 
 @pytest.fixture(scope="session", autouse=True)

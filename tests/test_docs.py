@@ -173,7 +173,7 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 
 # Pages whose programs run in every test run. Programs of other pages are slow tests.
-FIRST = ("README", "quick-start")
+FIRST = ("README",)
 PROGRAMS = [
     pytest.param(program, id=f"{name}-{number}", marks=[] if name in FIRST else pytest.mark.slow)
     for name, text in [("README", README), *((page.stem, page.read_text()) for page in DOCS)]

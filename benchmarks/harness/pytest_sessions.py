@@ -129,18 +129,25 @@ MODES: dict[str, Mode] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """Statements of a test that fails. ``cause`` is a pattern of text that names the cause."""
+    """Statements of a test that fails, or of its fixture.
+
+    ``cause`` is a pattern of text that names the cause, and ``ranks`` lists the ranks that a report
+    may name.
+    """
 
     body: str
     cause: str
     fixture: str = "pass"
+    ranks: str = "1"
 
 
 ASSERTION = r"assert \S*4\.0\S* == \(?5"
 FAULTS: dict[str, Fault] = {
     "exception on rank 1": Fault("if rank(): assert x.sum() == 5", ASSERTION),
     "exception on both ranks": Fault("assert x.sum() == 5 + rank()", ASSERTION),
-    "collective on rank 0 only": Fault("if rank(): return", r"total\(x\)|Allreduce|all_reduce"),
+    "collective on rank 0 only": Fault(
+        "if rank(): return", r"total\(x\)|Allreduce|all_reduce", ranks="01"
+    ),
     "os._exit(3) on rank 1": Fault(
         "rank() and os._exit(3)", r"(?i)(exit\w*|status|code)\D{0,12}\b3\b"
     ),

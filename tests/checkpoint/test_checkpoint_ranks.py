@@ -54,7 +54,7 @@ def next_numbers(rank: int, size: int, folder: Path, save: bool) -> list[float]:
     return generator.random(3).tolist()
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_load_restores_random_states(pool: Any, tmp_path: Path, before: int, after: int) -> None:
     saved = pool(before).run(next_numbers, tmp_path, True)
     loaded = pool(after).run(next_numbers, tmp_path, False)
@@ -194,15 +194,10 @@ def test_save_on_one_rank_requires_all_ranks(pool: Any, tmp_path: Path, verb: st
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("world", "size"),
-    [({"env": conformance.two_hosts}, 3), ({"init": "mpi", "params": {"BACKEND": "mpi"}}, 2)],
-    ids=["two hosts", "mpi"],
-)
-def test_save_on_one_rank_raises_on_hosts_and_mpi(world: Any, size: int, tmp_path: Path) -> None:
-    if "init" in world:
-        pytest.importorskip("mpi4py")
-    for message in run_ranks(saves_on_rank_0_alone, size, tmp_path, False, **world):
+@pytest.mark.parametrize("backend", ["hierarchical", pytest.param("mpi", marks=pytest.mark.slow)])
+def test_save_on_one_rank_raises_on_hosts_and_mpi(pool: Any, backend: str, tmp_path: Path) -> None:
+    ranks = pool(4 if backend == "hierarchical" else 2, **conformance.world_of(backend))
+    for message in ranks.run(saves_on_rank_0_alone, tmp_path, False):
         assert "save(collective, to be called on every rank)" in message
 
 

@@ -10,8 +10,6 @@ import importlib
 import inspect
 import os
 import random
-import reprlib
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -126,17 +124,7 @@ def on_ranks(
 
 
 def _on_rank(rank: int, size: int, module: str, name: str, *args: Any) -> None:
-    try:
-        getattr(importlib.import_module(module), name).__wrapped__(rank, size, *args)
-    except AssertionError as error:
-        if not error.args:  # pytest adds the values to an assert only in its own process
-            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-            error.args = (", ".join(f"{k}={_SHORT.repr(v)}" for k, v in frame.f_locals.items()),)
-        raise
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxother = _SHORT.maxstring = 1000  # as long as our errors
+    getattr(importlib.import_module(module), name).__wrapped__(rank, size, *args)
 
 
 @contextlib.contextmanager

@@ -307,10 +307,10 @@ def join_worlds(rank: int, size: int, ports: list[int], path: str) -> list[int]:
         *((f"tcp://localhost:{ports[0]}", {}), (f"file://{path}", {}), (None, address)),
         (f"tcp://localhost:{ports[1]}", {}),
     ):
-        place = (rank, size) if len(results) < 3 else (-1, -1)
+        rank_and_size = (rank, size) if len(results) < 3 else (-1, -1)
         if len(results) == 3:
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
-        fl.distributed_init(passed, *place, {"TIMEOUT": "30", **params})
+        fl.distributed_init(passed, *rank_and_size, {"TIMEOUT": "30", **params})
         results.append(int(fl.all_reduce(np.array([rank + 1]))[0]))
         fl.distributed_shutdown()
     return results

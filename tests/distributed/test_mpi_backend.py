@@ -135,18 +135,11 @@ def test_describe_names_the_mpi_library(rank: int, size: int) -> None:
     assert all(words in text for words in ("NumPy arrays: MPI (", "mpi4py 4", "BACKEND is mpi"))
 
 
-@on_ranks(("mpi", 2), fresh=True, env=UNCHECKED)
-def test_verbs_work_without_checks(rank: int, size: int) -> None:
-    x = np.full(1000, rank + 1.0)
-    fl.all_reduce(x)
-    assert np.all(x == sum(range(size + 1)))
-    fl.barrier()
+@on_ranks(("mpi", 2), fresh=True, env={"MPI4PY_RC_THREAD_LEVEL": "funneled", **UNCHECKED})
+def test_operations_advance_in_waits_if_mpi_is_single_threaded(rank: int, size: int) -> None:
+    """Also verbs without checks."""
     got = fl.all_gather(np.full(rank + 1, rank))
     assert np.array_equal(got, np.repeat(np.arange(size), np.arange(size) + 1))
-
-
-@on_ranks(("mpi", 2), fresh=True, env={"MPI4PY_RC_THREAD_LEVEL": "funneled"})
-def test_operations_advance_in_waits_if_mpi_is_single_threaded(rank: int, size: int) -> None:
     conformance.check_pending_works(rank, size)
     conformance.check_message_ring(rank, size, 50_000)
     work = fl.all_reduce(np.ones(3), async_op=True)
@@ -253,20 +246,14 @@ def test_absent_rank_is_named_on_several_hosts(rank: int, size: int) -> None:
 
 
 @pytest.mark.slow
-@on_ranks(("mpi", 3), fresh=True, params={"TIMEOUT": 2}, env=UNCHECKED)
-def test_unchecked_call_raises_after_a_rank_has_left(rank: int, size: int) -> None:
+@on_ranks(("mpi", 3), fresh=True, params={"TIMEOUT": 1}, env=UNCHECKED)
+def test_unchecked_call_raises_after_a_rank_has_left_or_is_late(rank: int, size: int) -> None:
     group = fl.new_group(range(size))
     if rank == size - 1:
         group.close()
     else:
         with pytest.raises(DistributedError):
             group.all_reduce(np.full(4, 5.0))
-    fl.barrier()
-
-
-@pytest.mark.slow
-@on_ranks(("mpi", 3), fresh=True, params={"TIMEOUT": 1}, env=UNCHECKED)
-def test_unchecked_wait_ends_after_the_timeout(rank: int, size: int) -> None:
     if rank == 1:
         time.sleep(2.0)
     with pytest.raises(CollectiveTimeoutError, match="a rank did not join"):
@@ -276,19 +263,13 @@ def test_unchecked_wait_ends_after_the_timeout(rank: int, size: int) -> None:
 # Creation, and the end of the job -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("other", "expected"),
-    [
+def test_mpi_cuda_aware_must_be_an_equal_flag_on_every_rank() -> None:
+    for other, expected in (
         (joining.MpiCard(1, 2, gpu_aware=True), "MPI_CUDA_AWARE differs between ranks"),
         (joining.MpiCard(problem="no libmpi"), "rank 1: no libmpi"),
-    ],
-)
-def test_check_cards_raises_if_cards_disagree(other: joining.MpiCard, expected: str) -> None:
-    with pytest.raises(UnavailableEverywhereError, match=expected):
-        joining._check_cards([joining.MpiCard(0, 2), other])
-
-
-def test_mpi_cuda_aware_must_be_a_flag() -> None:
+    ):
+        with pytest.raises(UnavailableEverywhereError, match=expected):
+            joining._check_cards([joining.MpiCard(0, 2), other])
     assert Settings.from_params({"MPI_CUDA_AWARE": "1"}).mpi_cuda_aware
     assert not Settings.from_params({"MPI_CUDA_AWARE": False}).mpi_cuda_aware
     with pytest.raises(ValueError, match="MPI_CUDA_AWARE"):
@@ -384,14 +365,6 @@ def test_job_is_aborted_after_its_output_has_been_read() -> None:
         assert process.stdout.read() == b"0\n"
     assert process.returncode == 1
     os.close(reading)
-
-
-def test_progress_installs_no_hook_in_interactive_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    before, progress, group = sys.excepthook, Progress(FakeMpi(), threaded=False), SimpleNamespace()
-    progress.add(group)
-    assert sys.excepthook is before
-    progress.remove(group, healthy=False)
 
 
 def test_arrays_of_a_failed_operation_are_kept() -> None:

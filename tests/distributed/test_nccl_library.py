@@ -87,8 +87,8 @@ def test_declarations_match_nccl_h(nccl: NcclLibrary) -> None:
     assert len(enumerators) >= 20
     added = {"ncclTimeout": 22900}  # by version
     for name, value in enumerators:
-        found = re.search(rf"\b{name}\s*=\s*{value}\b", header_text)
-        assert found or nccl.version < added.get(name, 0), name
+        is_equal = re.search(rf"\b{name}\s*=\s*{value}\b", header_text)
+        assert is_equal or nccl.version < added.get(name, 0), name
     for name in declared:
         assert parameters(header_text, name) == parameters(ours, name), name
 

@@ -75,21 +75,15 @@ def test_verbs_accept_views_of_shared_arrays(rank: int, size: int) -> None:
     assert np.all(x == sum(range(size)))
 
 
-@on_ranks(("shm", 2), fresh=True)
-def test_shared_array_outlives_the_group(rank: int, size: int) -> None:
-    x = fl.distributed.shared_empty(1000)
-    x[...] = 1.0
-    fl.all_reduce(x)
-    fl.distributed_shutdown()
-    x += 1.0
-    assert x.sum() == 3000.0
-
-
 @on_ranks(("shm", 2))
-def test_dropped_shared_arrays_are_unmapped(rank: int, size: int) -> None:
+def test_shared_empty_checks_arguments_and_unmaps_dropped_arrays(rank: int, size: int) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("flashlight-")
 
+    with pytest.raises(ValueError, match="negative"):
+        fl.distributed.shared_empty((2, -1))
+    with pytest.raises(TypeError, match="object"):
+        fl.distributed.shared_empty(3, object)
     counts = []
     for _ in range(6):
         x = fl.distributed.shared_empty(100_000)
@@ -102,20 +96,15 @@ def test_dropped_shared_arrays_are_unmapped(rank: int, size: int) -> None:
     assert counts[-1] <= counts[0]  # arrays of other tests may remain at first
 
 
-@on_ranks(("shm", 2), ("gloo", 2))
-def test_shared_empty_rejects_invalid_arguments(rank: int, size: int) -> None:
-    with pytest.raises(ValueError, match="negative"):
-        fl.distributed.shared_empty((2, -1))
-    with pytest.raises(TypeError, match="object"):
-        fl.distributed.shared_empty(3, object)
-    assert fl.distributed.shared_empty((2, 3), np.int16).shape == (2, 3)
-
-
 @on_ranks(("shm", 3), fresh=True)
-def test_shared_memory_file_has_no_name_after_the_mapping(rank: int, size: int) -> None:
+def test_shared_array_has_no_name_and_outlives_the_group(rank: int, size: int) -> None:
     x = fl.distributed.shared_empty(100_000)
+    x[...] = 1.0
     fl.all_reduce(x)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("flashlight-")]
+    fl.distributed_shutdown()
+    x += 1.0
+    assert x.sum() == (size + 1) * 100_000
 
 
 APART = {"env": hosts_by_letter("ab")}
@@ -172,8 +161,8 @@ def test_missing_shared_memory_on_a_host_warns_once(
     assert reason in text
     assert apart in text
     assert len(warnings) == (rank == 0), warnings
-    assert all("Gloo is used instead of shared memory" in warning for warning in warnings)
-    assert all(apart in warning for warning in warnings)
+    for words in ("Gloo is used instead of shared memory", apart):
+        assert all(words in warning for warning in warnings)
 
 
 @on_ranks(("shm", 2), fresh=True, env=hosts_by_letter("ab"), init=None)
@@ -448,15 +437,13 @@ def test_host_array_loads_once_per_host_and_shares_memory(ranks: Any) -> None:
     hosts = [[0, 1], [2, 3]] if ranks.size == 4 else [list(range(ranks.size))]
     loaded = [rank for rank, (has_loaded, _) in enumerate(result) if has_loaded]
     assert loaded == [host[0] for host in hosts]
-    for host in hosts:
+    for host in hosts:  # one mapping of the same file
         places = [result[rank][1] for rank in host]
-        assert [[allowed for allowed, _ in mappings_of_rank] for mappings_of_rank in places] == [
-            ["r--s"]
-        ] * len(host)
+        assert {allowed for ((allowed, _),) in places} == {"r--s"}
         assert len({inode for ((_, inode),) in places}) == 1
 
 
-def test_host_array_works_without_init() -> None:
+def test_host_array_works_without_init(strict: Any) -> None:
     has_loaded, _ = check(0, 1)
     assert has_loaded
     with pytest.raises(TypeError, match="load must be a function"):
@@ -465,9 +452,6 @@ def test_host_array_works_without_init() -> None:
         fl.host_array(lambda x: None, shape=3, dtype=object)
     with pytest.raises(ValueError, match="negative"):
         fl.host_array(lambda x: None, shape=(2, -1))
-
-
-def test_host_array_rejects_cupy_arrays(strict: Any) -> None:
     with pytest.raises(TypeError, match=r"array\.get\(\)"):
         fl.host_array(lambda: strict.zeros(3))
 

@@ -188,11 +188,10 @@ exit 3
             "1 us and 1 ms (4.2 GB/s); 2 ranks, shm",
         ),
         ("mpi", f"echo '{SPEED}' | sed s/2,/1,/", 10, FAILED, "expected 2 ranks, got 1"),
-        ("mpi", "echo hello", 10, FAILED, "exit code 0: hello"),
         ("mpi", "true", 10, FAILED, "exit code 0: no output"),
         ("mpi", FAILS, 10, FAILED, "exit code 3: OSError: no such"),
         ("mpi", "sleep 99", 0.1, FAILED, "did not end within 0.1"),
-        ("no", "", 30, FAILED, "exit code 1: flrun: rank"),
+        pytest.param(*("no", "", 30, FAILED, "exit code 1: flrun: rank"), marks=pytest.mark.slow),
     ],
 )
 def test_trials_report_facts_or_problem_of_the_output(
@@ -296,6 +295,7 @@ def test_doctor_run_reports_the_speed_of_each_path() -> None:
     assert "2 hosts with 2, 2 ranks" in " ".join(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_doctor_fails_if_the_folder_does_not_exist(tmp_path: Path) -> None:
     done = run("--folder", tmp_path / "nowhere")
     assert done.returncode == 1

@@ -58,6 +58,7 @@ def parameters(file: Path) -> dict[str, np.ndarray]:
         return dict(saved)
 
 
+@pytest.mark.slow
 def test_example_reduces_the_loss_in_one_process() -> None:
     (output,) = printed(start(PYTHON, "--epochs", 3, "--samples", 3000))
     result = losses(output)
@@ -91,11 +92,6 @@ def test_example_has_equal_losses_for_any_number_of_processes(size: int, tmp_pat
 
 
 @pytest.mark.slow
-def test_example_ends_if_samples_do_not_divide_evenly() -> None:
-    (output,) = printed(start([*mpirun_command(4), *PYTHON], "--epochs", 2, "--samples", 11))
-    assert len(losses(output)) == 2
-
-
 def test_example_exits_with_an_error_if_a_rank_has_no_sample(tmp_path: Path) -> None:
     for process in by_file(tmp_path, 2, "--samples", 1):
         output, error = process.communicate(timeout=DEADLINE)
@@ -113,6 +109,7 @@ def test_example_writes_parameters_and_plot(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_example_has_equal_losses_for_equal_seeds_only() -> None:
     job = ["--epochs", 1, "--samples", 50, "--seed"]
     outputs = printed(*(start(PYTHON, *job, seed) for seed in (1, 1, 2)))
@@ -120,6 +117,7 @@ def test_example_has_equal_losses_for_equal_seeds_only() -> None:
     assert first == again != other
 
 
+@pytest.mark.slow
 def test_example_shows_a_progress_bar_on_terminals_only() -> None:
     pytest.importorskip("tqdm")
     job = ["--epochs", 2, "--samples", 50]

@@ -20,7 +20,7 @@ from tests.launch.launcher import LAUNCH
 PROGRAM = EXAMPLES / "ResumableTraining.py"
 EPOCHS, SAVES = 3, 37  # 150 steps, with a checkpoint after every 4th
 JOB = ("--leaves", "8", "--epochs", str(EPOCHS), "--save-every", "4")
-ROUNDS = int(os.environ.get("KILLS", "20"))
+ROUNDS = int(os.environ.get("KILLS", "8"))
 
 
 @pytest.fixture(scope="module")

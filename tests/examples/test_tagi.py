@@ -56,11 +56,9 @@ def accuracies(*options: object, ranks: int = 1) -> list[float]:
 )
 def test_digits_accuracy_does_not_depend_on_ranks(model: str, epochs: int, goal: float) -> None:
     job = ("--model", model, "--num-epochs", epochs)
-    alone, *together = (accuracies(*job, ranks=ranks) for ranks in (1, 2, 4))
-    assert alone[-1] >= goal
-    for result in together:
-        assert result[-1] >= goal
-        assert np.abs(np.subtract(result, alone)).max() < 0.6  # two samples, from rounding
+    alone, together = (accuracies(*job, ranks=ranks) for ranks in (1, 4))
+    assert min(alone[-1], together[-1]) >= goal
+    assert np.abs(np.subtract(together, alone)).max() < 0.6  # two samples, from rounding
 
 
 @pytest.mark.slow
@@ -77,8 +75,7 @@ def errors_of_resnet(*options: object, ranks: int = 2) -> tuple[str, list[float]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--sync-batch-norm",)], ids=["local", "sync"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("ranks", "more"), [(1, ()), (2, ()), (4, ("--sync-batch-norm",))])
 def test_small_resnet_reaches_its_best_error(ranks: int, more: tuple[str, ...]) -> None:
     """Single epochs of such networks may fail, so the best epoch counts."""
     job = ("--model", "small", "--num-epochs", 5, "--batch-size", 64 // ranks, *more)
@@ -118,7 +115,7 @@ def test_time_series_has_equal_forecasts_for_any_number_of_processes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_time_series_learns_with_default_length_and_any_seed(ranks: int) -> None:
     for seed in range(3):
         error, *_ = numbers(printed(SERIES, "--seed", seed, ranks=ranks))

@@ -13,17 +13,6 @@ import pytest
 from flashlight_py.errors import CollectiveTimeoutError, PeerLostError, RankFailedError
 from flashlight_py.launch.channel import Reader, message, write_whole
 from flashlight_py.launch.failures import Failure, describe_exit, first_cause
-from flashlight_py.launch.ranks import rank_variables
-
-
-def test_rank_environ_sets_rank_variables() -> None:
-    assert rank_variables(1, 4, "/path") == {
-        "RANK": "1",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "4",
-        "FLASHLIGHT_FILE": "/path",
-    }
 
 
 @pytest.mark.parametrize(

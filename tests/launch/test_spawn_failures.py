@@ -24,7 +24,7 @@ from flashlight_py.launch import spawning, supervisor
 
 def fail_on_one(rank: int, failure: str) -> Any:
     if rank == 1:
-        FAILURES[failure]()
+        FAILURES[failure][0]()
     return fl.all_reduce(np.ones(3))
 
 
@@ -58,38 +58,30 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-FAILURES = {
-    "raise after leaving": raise_after_leaving,
-    "raise while handling": raise_while_handling,
-    "sys.exit with a text": lambda: sys.exit("no more data"),
-    "sys.exit of nothing": sys.exit,
-    "os._exit": lambda: os._exit(4),
-    "a child is left": wait_with_a_child,
-    "interrupt": interrupt,
-}
-
-
-REPORTS: dict[str, tuple[int | None, list[str]]] = {
+# What rank 1 does, the reported exit code, and parts of the message.
+FAILURES: dict[str, tuple[Callable[[], object], int | None, list[str]]] = {
     "raise while handling": (
-        None,
+        raise_while_handling, None,
         ["raised RuntimeError: while handling", "in raise_error", "a bad batch", "of two lines"],
     ),
-    "a child is left": (-9, ["was killed by SIGKILL (out of memory?", "before it had returned"]),
-}
-SLOW: dict[str, tuple[int | None, list[str]]] = {
-    "interrupt": (None, ["raised KeyboardInterrupt"]),
-    "raise after leaving": (None, ["raised KeyError: 'late'", "in raise_after_leaving"]),
-    "sys.exit with a text": (1, ["exited with code 1", "SystemExit: no more data"]),
-    "sys.exit of nothing": (0, ["exited with code 0"]),
-    "os._exit": (4, ["exited with code 4 before it had returned"]),
-}
+    "a child is left": (
+        wait_with_a_child, -9, ["killed by SIGKILL (out of memory?", "before it had returned"]),
+    "interrupt": (interrupt, None, ["raised KeyboardInterrupt"]),
+    "raise after leaving": (raise_after_leaving, None, ["KeyError: 'late'", "in raise_after"]),
+    "sys.exit with a text": (
+        lambda: sys.exit("no more data"), 1, ["exited with code 1", "SystemExit: no more data"]),
+    "sys.exit of nothing": (sys.exit, 0, ["exited with code 0"]),
+    "os._exit": (lambda: os._exit(4), 4, ["exited with code 4 before it had returned"]),
+}  # fmt: skip
+FAST = "raise while handling", "a child is left"
 
 
 @pytest.mark.parametrize(
-    "failure", [*REPORTS, *(pytest.param(h, marks=pytest.mark.slow) for h in SLOW)]
+    "failure",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAILURES],
 )
 def test_spawn_raises_the_first_cause(monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
-    code, reported = (REPORTS | SLOW)[failure]
+    _, code, reported = FAILURES[failure]
     monkeypatch.setattr(supervisor, "CAUSE_SECONDS", 30.0)  # even on a busy machine
     with pytest.raises(fl.errors.RankFailedError) as caught:
         fl.spawn(fail_on_one, (failure,), nprocs=3)

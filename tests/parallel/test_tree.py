@@ -18,7 +18,7 @@ from flashlight_py.parallel.tree import TreeBuffers, kinds_by_path, plan_of, put
 from tests.parallel.tree_strategies import trees
 from tests.parallel.trees import Box, Frozen, Point, Tensor, everything
 
-any_tree = settings(deadline=None, max_examples=40)
+any_tree = settings(deadline=None, max_examples=20)
 
 
 def kinds_of(tree: Any) -> dict[str, str]:

@@ -15,7 +15,8 @@ from flashlight_py.distributed.work import Done
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError
 from tests.distributed.conformance import world_of
 
-EVERY_WORLD = pytest.mark.parametrize("world", ["shm", "gloo", "mpi", "hierarchical"])
+SLOW = [pytest.param(world, marks=pytest.mark.slow) for world in ("gloo", "mpi")]
+EVERY_WORLD = pytest.mark.parametrize("world", ["shm", "hierarchical", *SLOW])
 
 
 def ranks_of(pool: Any, world: str = "shm") -> Any:
