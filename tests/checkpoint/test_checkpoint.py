@@ -187,16 +187,13 @@ def test_save_raises_for_invalid_arguments_before_it_writes(tmp_path: Path) -> N
     assert not folder.exists() or names(folder) == []
 
 
-def test_load_raises_value_error_if_a_part_was_not_saved(tmp_path: Path) -> None:
+def test_load_raises_value_error_if_a_part_was_not_saved_or_differs(tmp_path: Path) -> None:
     run = Run()
     fl.save(tmp_path, module=run.model)
     with pytest.raises(ValueError, match=r"expected optimizer and rng in .* with module\."):
         fl.load(tmp_path, module=run.model, optimizer=run.optimizer, rng=True)
     with pytest.raises(ValueError, match="has shape"):
         fl.load(tmp_path, module=Run(width=6).model)
-
-
-def test_load_raises_value_error_for_other_generators(tmp_path: Path) -> None:
     fl.save(tmp_path, rng=np.random.default_rng(0))
     with pytest.raises(ValueError, match="Pass the same generators"):
         fl.load(tmp_path, rng=True)

@@ -1,4 +1,4 @@
-"""flrun with ranks that end in different ways: exit code, first cause and leftovers."""
+"""flrun with ranks that end in different ways: exit code, first cause, leftovers, restarts."""
 
 from __future__ import annotations
 
@@ -287,3 +287,35 @@ def test_output_dir_appends_output_of_each_rank_to_files(tmp_path: Path) -> None
 def test_flrun_returns_127_if_the_program_cannot_run() -> None:
     done = launch("-n", 2, "--no-python", "/no/such/program", code=127)
     assert "flrun: cannot run /no/such/program: " in done.stderr
+
+
+# All ranks wait until rank 1 is killed, before the restart with the number of the argument.
+FAILING = """
+import os, signal, sys
+restarts, rank, size = (int(os.environ[name]) for name in
+    ("FLASHLIGHT_RESTART_COUNT", "RANK", "WORLD_SIZE"))
+print(f"restart {restarts}, {rank} of {size}, meets at {os.environ['FLASHLIGHT_FILE'][-1]}")
+if rank == 1 and restarts < int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGKILL)
+if restarts < int(sys.argv[1]):
+    signal.pause()
+"""
+
+
+def test_max_restarts_limits_restarts_and_returns_the_last_exit_code(tmp_path: Path) -> None:
+    program = write(tmp_path, FAILING)
+    done = launch("-n", 2, "--max-restarts", 1, program, 1, code=0)
+    assert "[1] restart 1, 1 of 2, meets at 1" in done.stdout
+    assert done.stderr.count("flrun: starting again with 2 rank(s)") == 1
+    done = launch("-n", 2, "--max-restarts", 1, program, 2, code=137)
+    assert done.stderr.count("was killed by SIGKILL") == 2
+
+
+def test_min_n_restarts_with_remaining_ranks_down_to_the_minimum(tmp_path: Path) -> None:
+    program = write(tmp_path, FAILING)
+    done = launch("-n", 4, "--min-n", 2, program, 9, code=137)
+    for restarts, size in enumerate((4, 3, 2)):
+        assert f"[1] restart {restarts}, 1 of {size}, meets at {restarts}" in done.stdout
+    assert "of 1" not in done.stdout
+    assert "flrun: starting again with 3 rank(s), for the 1st time" in done.stderr
+    assert "flrun: starting again with 2 rank(s), for the 2nd time" in done.stderr

@@ -195,34 +195,6 @@ def test_flrun_starts_ranks_on_the_maximum_number_of_hosts(tmp_path: Path, ssh: 
     assert sorted(done.stdout.splitlines()) == expected
 
 
-INNER = """
-import os, socket, subprocess, sys
-import flashlight_py as fl
-
-fl.distributed_init()
-if len(sys.argv) > 1:  # of the inner launch
-    sys.stdout.write(f"inner {fl.get_world_rank()} {fl.all_reduce(1)}\\n")  # at once, whole
-elif fl.get_world_rank() == 0:
-    with socket.create_server((os.environ["MASTER_ADDR"], 0)) as free:
-        port = free.getsockname()[1]
-    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port)}
-    command = [sys.executable, __file__, "inner"]
-    numbers = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    ranks = [subprocess.Popen(command, env=os.environ | sizes | each) for each in numbers]
-    print("codes", [each.wait() for each in ranks])
-fl.barrier()
-"""
-
-
-@pytest.mark.slow
-def test_launcher_inside_a_rank_overrides_master_port(tmp_path: Path, ssh: str) -> None:
-    """Only MASTER_PORT changes; the ranks inherit the other variables."""
-    done = launch("--hosts", "a,b:2", "--ssh", ssh, write(tmp_path, INNER), code=0)
-    *inner, last = done.stdout.splitlines()
-    assert sorted(inner) == ["[0] inner 0 2", "[0] inner 1 2"]
-    assert last == "[0] codes [0, 0]"
-
-
 OTHER_LIBRARY = """
 import os, socket, sys, time
 import numpy as np

@@ -53,11 +53,6 @@ def test_spawn_returns_results_of_all_ranks_in_order(monkeypatch: pytest.MonkeyP
     assert "OMP_NUM_THREADS" not in os.environ
 
 
-def test_spawn_raises_for_unknown_params() -> None:
-    with pytest.raises(fl.errors.RankFailedError, match="keys of params must be among"):
-        fl.spawn(print, nprocs=1, params={"BAKEND": "gloo"})
-
-
 def test_spawned_ranks_print_complete_lines_to_inherited_output(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
-from flashlight_py.autograd import native
-from tests.nn.oracle import Oracle, compare, weights_of
+from tests.nn.oracle import Oracle, compare, weights_of, without_kernels
+from tests.pairwise import pairs
 from tests.tables import for_each
 
 RANDOM = np.random.default_rng(0)
@@ -66,7 +67,6 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         (ROWS[..., :4], ROWS[0, :, :4], ROWS[1, :, :3], ROWS[0, :, 5], ROWS[0, :, 6])),
     "dropout": (lambda x: F.dropout(x, 0.3), (ROWS,)),
 }  # fmt: skip
-BY_NAME = pytest.mark.parametrize("name", FUNCTIONS)
 Convert = Callable[[np.ndarray], np.ndarray]
 
 
@@ -79,12 +79,12 @@ def results_of(name: str, convert: Convert) -> list[np.ndarray]:
     return [result.array, *(v.grad for v in variables)]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@BY_NAME
-def test_kernels_equal_operations(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@for_each("dtype", ["float16", "float32", "float64"])
+@for_each("name", FUNCTIONS)
+def test_kernels_equal_operations(name: str, dtype: str) -> None:
     by_kernels = results_of(name, lambda x: x.astype(dtype))
-    monkeypatch.setattr(native, "_kernel", lambda name: None)
-    in_numpy = results_of(name, lambda x: x.astype(dtype))
+    with without_kernels():
+        in_numpy = results_of(name, lambda x: x.astype(dtype))
     digits = {"float16": 1e-3, "float32": 1e-5, "float64": 1e-12}[dtype]
     for one, other in zip(by_kernels, in_numpy, strict=True):
         assert one.dtype == other.dtype == dtype
@@ -148,7 +148,7 @@ def test_kernels_propagate_nan() -> None:
     assert np.isnan(F.attention(q, q, q).array).all()
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@for_each("causal", [False, True])
 def test_attention_with_mask_equals_torch(causal: bool, oracle: Oracle) -> None:
     """A query whose keys are all masked gets 0. torch returns nan."""
     may = MAY.copy()
@@ -183,7 +183,7 @@ def test_attention_does_not_store_all_scores() -> None:
     assert peak < 2**20
 
 
-@pytest.mark.parametrize("shape", [(100_000,), (50, 20, 10, 10)])
+@for_each("shape", [(100_000,), (50, 20, 10, 10)])
 def test_dropout_zeroes_the_expected_share(shape: tuple[int, ...]) -> None:
     fl.set_seed(0)
     x = fl.param(np.ones(shape, "float32"))
@@ -215,9 +215,8 @@ def test_attention_dropout_keeps_the_mean() -> None:
     assert abs(result[..., 0].std() - (0.4 / 0.6 / 200) ** 0.5) < 0.003
 
 
-@pytest.mark.parametrize("native_too", [True, False])
-@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
-@pytest.mark.parametrize(
+@for_each("dtype context", pairs(["int64", "uint8", "bool"], [nullcontext, without_kernels]))
+@for_each(
     "function",
     [
         *(F.layer_norm, F.rms_norm, F.batch_norm),
@@ -231,15 +230,12 @@ def test_attention_dropout_keeps_the_mean() -> None:
         lambda x: F.categorical_cross_entropy(x, np.zeros((3, 6, 9), int)),
     ],
 )
-def test_norms_convert_integers_to_float64(
-    function: Any, dtype: str, native_too: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not native_too:
-        monkeypatch.setattr(native, "_kernel", lambda name: None)
+def test_norms_convert_integers_to_float64(function: Any, dtype: str, context: Any) -> None:
     results = []
     for x in (IMAGES.astype(dtype), IMAGES.astype(dtype).astype("float64")):
         fl.set_seed(0)
-        results.append(function(fl.input(x)))
+        with context():
+            results.append(function(fl.input(x)))
     assert results[0].dtype == results[1].dtype == "float64"
     np.testing.assert_array_equal(results[0].array, results[1].array)
 
@@ -323,6 +319,7 @@ for limited in (step, lambda a, b: conv2d(a, b, padding=1)):
 """
 
 
+@pytest.mark.slow
 def test_kernel_raises_memory_error_without_memory() -> None:
     command = [sys.executable, "-c", TOO_LARGE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.autograd import native
-from tests.nn.oracle import Oracle, weights_of
+from tests.nn.oracle import Oracle, weights_of, without_kernels
 from tests.nn.oracle import compare as compare_with_torch
 from tests.tables import for_each
 from tests.tape.steps import compare, training
@@ -226,6 +226,7 @@ def test_float16_is_computed_in_float32(row: Row) -> None:
             if variable.calc_grad:
                 variable.data = variable.data.astype(dtype)
         result = call(row, module, inputs)
+        assert repr(module).startswith(f"{type(module).__name__}(")
         assert result.dtype == dtype
         result.backward(weights_of(result.array))
         leaves = [v for v in (*inputs, *module.params()) if v.calc_grad]
@@ -249,12 +250,6 @@ def test_captured_step_has_the_bits_of_an_eager_step(row: Row) -> None:
         return training(fl.optim.SGDOptimizer(params, 1e-4), loss_of), module, params
 
     compare(make, [np.asarray(1 - k / 1000, "float32") for k in range(5)])
-
-
-@ROWS_BY_NAME
-def test_repr_shows_the_arguments_of_layers(row: Row) -> None:
-    module = row.make()
-    assert repr(module).startswith(f"{type(module).__name__}(")
 
 
 def test_residual_adds_the_input_or_a_shortcut() -> None:
@@ -443,15 +438,14 @@ def test_layers_accept_arrays_and_reject_lists(layer: Any) -> None:
     layer.eval()(x)
 
 
-def test_losses_accept_arrays() -> None:
-    x, labels = F.log_softmax(fl.param(X)), np.arange(4)
-    for criterion, targets in (
-        (fl.nn.CategoricalCrossEntropy(), labels),
-        (fl.nn.MeanSquaredError(), Y),
-    ):
-        np.testing.assert_array_equal(
-            criterion(x, targets).array, criterion(x, fl.input(targets)).array
-        )
+@for_each(
+    "criterion targets",
+    [(fl.nn.CategoricalCrossEntropy(), np.arange(4)), (fl.nn.MeanSquaredError(), Y)],
+)
+def test_losses_accept_arrays(criterion: Any, targets: np.ndarray) -> None:
+    x = F.log_softmax(fl.param(X))
+    expected = criterion(x, fl.input(targets)).array
+    np.testing.assert_array_equal(criterion(x, targets).array, expected)
 
 
 EMPTY: dict[str, Callable[..., Any]] = {
@@ -478,15 +472,12 @@ EMPTY: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("words", EMPTY)
-def test_layers_raise_value_error_for_empty_batches(
-    words: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not kernels:
-        monkeypatch.setattr(native, "_kernel", lambda name: None)
+@for_each("context", [nullcontext, without_kernels])
+@for_each("words", EMPTY)
+def test_layers_raise_value_error_for_empty_batches(words: str, context: Any) -> None:
     name, shape = words.split(": ")
-    with pytest.raises(ValueError, match=f"^{name}: .*{re.escape(shape.strip())}"):
+    match = f"^{name}: .*{re.escape(shape.strip())}"
+    with context(), pytest.raises(ValueError, match=match):
         EMPTY[words](fl.input(np.ones((0, 4, 8), np.float32)))
 
 

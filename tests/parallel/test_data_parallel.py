@@ -95,7 +95,8 @@ def test_distribute_module_grads_raises_for_invalid_arguments() -> None:
     with pytest.raises(TypeError, match="Module"):
         fl.distribute_module_grads("model")  # type: ignore[arg-type]
     reducer = fl.InlineReducer(1.0)
-    for name, value in (("scale", 1.0), ("group", fl.split(0)), ("bucket_bytes", 10)):
+    options = {"scale": 1.0, "group": fl.split(0), "bucket_bytes": 10}
+    for name, value in {**options, "hook": fl.Float16Compression()}.items():
         with pytest.raises(ValueError, match=f"Pass {name} to the constructor of the reducer"):
             fl.distribute_module_grads(model, reducer=reducer, **{name: value})
     with pytest.raises(ValueError, match="bucket_bytes must be positive"):

@@ -15,8 +15,8 @@ from flashlight_py.autograd.variable import record
 from flashlight_py.errors import DistributedError, MismatchError, PeerLostError
 from flashlight_py.parallel import gradient_pass
 from tests.distributed.conformance import World, on_ranks, ranks_in
-from tests.distributed.harness import run_ranks
 from tests.parallel.test_ways import reduced_by, replicated, sharded
+from tests.tables import for_each
 
 SLOW: list[World] = [("hierarchical", 4), ("mpi", 3)]
 ranks = ranks_in(("shm", 3), slow=[("gloo", 3), *SLOW])
@@ -243,8 +243,12 @@ def test_error_of_another_group_fails_the_pass(rank: int, size: int, kind: str) 
     assert fl.all_reduce(np.ones(1))[0] == size
 
 
-def two_dimensional(rank: int, size: int, kind: str) -> None:
-    """Use differentiable collectives within pairs and gradients between pairs; all ranks raise."""
+@on_ranks(("shm", 4))
+@for_each("kind", ["in buckets", "in the background"])
+def test_failed_pass_with_differentiable_collectives_raises_on_all_ranks(
+    rank: int, size: int, kind: str
+) -> None:
+    """Use differentiable collectives within pairs and gradients between pairs."""
     columns = [fl.new_group([0, 1]), fl.new_group([2, 3])]
     rows = [fl.new_group([0, 2]), fl.new_group([1, 3])]
     model = Net()
@@ -266,13 +270,12 @@ def two_dimensional(rank: int, size: int, kind: str) -> None:
         assert fl.all_reduce(np.ones(1))[0] == size
 
 
-def test_failed_pass_with_differentiable_collectives_raises_on_all_ranks(pool: Any) -> None:
-    kinds = [("in buckets",), ("in the background",)]
-    pool(4, params={"BACKEND": "shm"}).run_each(two_dimensional, kinds)
-
-
-def pipelined(rank: int, size: int, fails: int) -> None:
-    """Run two pipelines of two ranks with gradients between them; all ranks raise."""
+@on_ranks(("shm", 4), slow=[("gloo", 4)])
+@for_each("fails", [1, 0])
+def test_failed_pass_with_differentiable_messages_raises_on_both_ranks(
+    rank: int, size: int, fails: int
+) -> None:
+    """Run two pipelines of two ranks with gradients between them."""
     rows = [fl.new_group([0, 2]), fl.new_group([1, 3])]
     model = Net()
     in_buckets(model, group=rows[rank % 2])
@@ -306,28 +309,16 @@ def pipelined(rank: int, size: int, fails: int) -> None:
     assert fl.all_reduce(np.ones(1))[0] == size
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
-def test_failed_pass_with_differentiable_messages_raises_on_both_ranks(
-    pool: Any, backend: str
-) -> None:
-    pool(4, params={"BACKEND": backend}).run_each(pipelined, [(1,), (0,)])
-
-
-def interrupted(rank: int, size: int, kind: str) -> str:
+@pytest.mark.parametrize(
+    "kind", ["in the background", "sharded", pytest.param("in buckets", marks=pytest.mark.slow)]
+)
+@on_ranks(("shm", 2), fresh=True)
+def test_interrupt_in_a_pass_closes_the_group(rank: int, size: int, kind: str) -> None:
     model = Net()
     WAYS[kind](model)
     model.fails_at = PLACES[1]
     model.error = KeyboardInterrupt if rank == 1 else None
     with pytest.raises(KeyboardInterrupt if rank == 1 else PeerLostError):
         one_pass(model)
-    with pytest.raises(DistributedError) as caught:
+    with pytest.raises(DistributedError, match="KeyboardInterrupt"):
         fl.barrier()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "kind", ["in the background", "sharded", pytest.param("in buckets", marks=pytest.mark.slow)]
-)
-def test_interrupt_in_a_pass_closes_the_group(kind: str) -> None:
-    for message in run_ranks(interrupted, 2, kind, params={"BACKEND": "shm", "TIMEOUT": 20.0}):
-        assert "KeyboardInterrupt" in message

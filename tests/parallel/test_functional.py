@@ -242,7 +242,7 @@ def test_messages_send_values_without_gradient(rank: int, size: int) -> None:
     assert (ones.array.tolist(), ones.calc_grad) == ([[1, 1], [1, 1]], True)
 
 
-def test_messages_raise_for_invalid_arguments() -> None:
+def test_messages_and_collectives_raise_for_invalid_arguments() -> None:
     v = fl.param(np.ones(3))
     with pytest.raises(TypeError, match=r"functional\.send: expected a flash"):
         D.send(np.ones(3), 1)  # type: ignore[arg-type]
@@ -257,13 +257,9 @@ def test_messages_raise_for_invalid_arguments() -> None:
         D.send(v, 1)
     with pytest.raises(ValueError, match="src"):
         D.recv(v, 1)
-
-
-def test_collectives_raise_for_invalid_arguments() -> None:
     for verb in (D.all_reduce, D.all_gather, D.reduce_scatter, D.broadcast, D.all_to_all):
         with pytest.raises(TypeError, match=f"functional.{verb.__name__}: expected a .*Variable"):
             verb(np.ones(3))  # type: ignore[arg-type]
-    v = fl.param(np.ones(3))
     for reduction in (D.all_reduce, D.reduce_scatter):
         with pytest.raises(ValueError, match="'sum' or 'avg', got 'max'"):
             reduction(v, op="max")  # type: ignore[arg-type]
@@ -336,14 +332,6 @@ def after_a_mismatch(run: Callable[[], Any], x: Any) -> str:
     return str(caught.value)
 
 
-def skip_one(rank: int, size: int) -> str:
-    """Rank 1 does not use its second result; its first must not match rank 0's second."""
-    x = fl.param(np.ones(2))
-    results = [D.all_reduce(x), D.all_reduce(x)]
-    loss = F.sum(results[0] * 3.0 if rank else results[0] * results[1])
-    return after_a_mismatch(loss.backward, x)
-
-
 @on_ranks(("gloo", 2), ("shm", 2))
 def test_mismatch_error_separates_forward_and_backward_pass(rank: int, size: int) -> None:
     x = fl.param(np.ones(2))
@@ -353,30 +341,20 @@ def test_mismatch_error_separates_forward_and_backward_pass(rank: int, size: int
     assert "rank 1 called all_reduce(float64" in message
 
 
-def other_order(rank: int, size: int) -> str:
-    """Run two passes, in another order on each rank."""
-    x = fl.param(np.ones(2))
-    losses = [F.sum(D.all_reduce(x)), F.sum(D.all_reduce(x) * 2.0)]
-    return after_a_mismatch(losses[rank].backward, x)
-
-
-NUMBERS = {skip_one: (2, 1), other_order: (1, 2)}
-
-
-@pytest.mark.parametrize(("backend", "function"), [("gloo", skip_one), ("shm", other_order)])
+@on_ranks(("gloo", 2), ("shm", 2))
+@for_each("uses_all", [True, False])
 def test_mismatch_error_reports_the_collective_of_each_rank(
-    pool: Any, backend: str, function: Any
+    rank: int, size: int, uses_all: bool
 ) -> None:
-    messages = pool(2, params={"BACKEND": backend}).run(function)
-    for rank, message in enumerate(messages):
-        assert f"[functional.all_reduce] rank {rank} of 2" in message
-    numbers = [
-        [int(number) for number in re.findall(r"call (\d+) in the backward pass", message)]
-        for message in messages
-    ]
-    assert numbers[0] == numbers[1]
-    first, second = NUMBERS[function]
-    assert numbers[0][0] - numbers[0][1] == first - second
+    """The ranks run two passes in another order, or rank 1 does not use its second result."""
+    x = fl.param(np.ones(2))
+    first, second = D.all_reduce(x), D.all_reduce(x)
+    losses = (first, second * 2.0) if uses_all else (first * second, first * 3.0)
+    message = after_a_mismatch(F.sum(losses[rank]).backward, x)
+    assert f"[functional.all_reduce] rank {rank} of 2" in message
+    calls = [int(call) for call in re.findall(r"call (\d+) in the backward pass", message)]
+    assert fl.all_gather_object(calls) == [calls] * 2
+    assert calls[0] - calls[1] == (-1 if uses_all else 1)
 
 
 def crossed_messages(rank: int, size: int) -> str:

@@ -200,18 +200,6 @@ def test_completed_epoch_stays_empty_until_the_next(drop_last: bool) -> None:
     assert sorted(then) == list(range(11))
 
 
-def test_set_consumed_overrides_the_count() -> None:
-    sampler = fl.DistributedSampler(12, rank=0, size=2)
-    order = list(sampler)  # as a ResampleDataset does
-    sampler.set_consumed(8)
-    assert list(sampler) == order  # starts at the same position
-    state = {"n": 12, "shuffle": True, "seed": 0, "epoch": 0, "consumed": 8}
-    assert sampler.state_dict() == state
-    sampler.set_epoch(1)
-    next(iter(sampler))
-    assert sampler.consumed == 2
-
-
 @pytest.mark.parametrize("threads", [0, 2])
 def test_dataset_batches_remaining_samples_with_another_size(threads: int) -> None:
     rows = TensorDataset([np.arange(21)])
@@ -234,15 +222,20 @@ def test_dataset_batches_remaining_samples_with_another_size(threads: int) -> No
     assert sorted(used) == list(range(21))
 
 
-def test_sampler_loads_the_state_of_a_dataset() -> None:
+def test_sampler_loads_the_state_of_a_dataset_and_sets_consumed() -> None:
     rows = TensorDataset([np.arange(10)])
     batches = fl.ShardedDataset(rows, 4, seed=1, rank=0, size=1)
     next(iter(batches))
     sampler = fl.DistributedSampler(10, seed=1, rank=0, size=1)
     sampler.load_state_dict(batches.state_dict())
-    assert list(sampler) == epoch_order(10, 1, 0).tolist()[4:]
-    batches.set_consumed(10)
-    assert batches.consumed == 10
+    rest = epoch_order(10, 1, 0).tolist()[4:]
+    assert list(sampler) == rest
+    for data in (batches, sampler):
+        data.set_consumed(8)
+        assert data.consumed == 8
+    assert list(sampler) == rest  # starts at the same position
+    sampler.set_consumed(8)
+    assert sampler.state_dict() == batches.state_dict()
 
 
 GOOD = {"n": 10, "shuffle": True, "seed": 0, "epoch": 2, "consumed": 4}

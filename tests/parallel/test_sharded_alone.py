@@ -16,13 +16,13 @@ from tests.launch.launcher import launch, write
 from tests.parallel.test_sharded import Net, loss_of, optimizer_of
 
 
-@pytest.fixture
-def shards_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _shards_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fully_sharded, "SMALL_BYTES", 0)
 
 
 @pytest.fixture
-def sharded(shards_all: None) -> tuple[Net, Any]:
+def sharded() -> tuple[Net, Any]:
     """Return a sharded module and its optimizer."""
     model = Net("float32")
     fl.fully_shard(model)
@@ -115,7 +115,6 @@ def test_optimizer_raises_after_another_fully_shard(
     assert np.array_equal(model.first.weight.array, before)
 
 
-@pytest.mark.usefixtures("shards_all")
 def test_second_fully_shard_frees_the_old_memory() -> None:
     """The memory may be most of the host's, and the garbage collector would be too late."""
     model = Net("float32")
@@ -133,7 +132,6 @@ def test_second_fully_shard_frees_the_old_memory() -> None:
         gc.enable()
 
 
-@pytest.mark.usefixtures("shards_all")
 def test_write_to_a_protected_parameter_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHLIGHT_DEBUG_SHARED", "1")
     model = Net("float32")
@@ -148,7 +146,6 @@ def test_write_to_a_protected_parameter_raises(monkeypatch: pytest.MonkeyPatch) 
     model.load_state_dict({name: array.copy() for name, array in model.state_dict().items()})
 
 
-@pytest.mark.usefixtures("shards_all")
 def test_frozen_parameter_can_be_bfloat16() -> None:
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     model = fl.nn.Linear(3, 2)
@@ -159,7 +156,6 @@ def test_frozen_parameter_can_be_bfloat16() -> None:
     assert model.table.array.tolist() == [0, 1, 2]
 
 
-@pytest.mark.usefixtures("shards_all")
 def test_step_of_an_older_optimizer_raises_and_changes_nothing() -> None:
     model = Net("float32")
     optimizer = optimizer_of(model, "sgd")

@@ -280,18 +280,6 @@ def test_recompute_runs_in_every_share(pair: Pair, monkeypatch: pytest.MonkeyPat
     model.close()
 
 
-def test_data_parallel_raises_for_sharded_parameters() -> None:
-    """Otherwise the parameters would move out of the ranks' shared memory."""
-    model = fl.DataParallel(Net(), nprocs=2)
-    placement: Any = types.SimpleNamespace(is_cut=False)
-    model.params()[0].placement = placement
-    before = model.params()[0].data
-    with pytest.raises(ValueError, match=r"DataParallel: .* got sharded parameter 0 "):
-        model(fl.input(np.ones((4, 6))))
-    assert model.params()[0].data is before
-    assert not worker_pids(model)
-
-
 def test_one_process_calls_the_module_itself() -> None:
     net = Net()
     model = fl.DataParallel(net, nprocs=1)
@@ -380,6 +368,13 @@ def test_data_parallel_raises_for_invalid_modules_and_inputs(strict: Any) -> Non
     with pytest.raises(TypeError, match=r"DataParallel: the module cannot be pickled.*lock"):
         model(rows(0, 0))
     del model.module.lock
+    # A new location of sharded parameters would be outside of the ranks' shared memory.
+    first = model.params()[0]
+    before, first.placement = first.data, types.SimpleNamespace(is_cut=False)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"DataParallel: .* got sharded parameter 0 "):
+        model(rows(0, 0))
+    assert first.data is before
+    first.placement = None
     model.module.out.weight.data = strict.asarray(model.module.out.weight.data)
     with pytest.raises(TypeError, match=r"CuPy array as parameter \d \(shape \(3, 8\)\)"):
         model(fl.input(np.ones((4, 6))))

@@ -185,7 +185,7 @@ def test_step_stays_eager_without_memory_for_two(driver: StandInDriver) -> None:
 @pytest.mark.parametrize("calls", [2, 4])
 def test_step_stays_eager_if_most_calls_are_captures(driver: StandInDriver, calls: int) -> None:
     captured: Any = fl.capture(lambda x: x * 1)
-    for length in range(1, 40):
+    for length in range(1, 20):
         for _ in range(calls):
             captured(gpu(np.ones(length)))
     assert bool(captured.reason) is (calls == 2)

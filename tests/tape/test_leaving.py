@@ -273,7 +273,7 @@ def test_failed_replay_keeps_gradients(is_late: bool, is_checked: bool) -> None:
     """A gradient is None if the failed replay has not computed it."""
 
     def make() -> Any:
-        params = [fl.param(np.full((300, 300), 0.1 * number)) for number in range(3)]
+        params = [fl.param(np.full((64, 64), 0.1 * number)) for number in range(3)]
 
         def step(x: np.ndarray, matrix: np.ndarray, index: np.ndarray) -> Any:
             out = fl.input(x)
@@ -287,7 +287,7 @@ def test_failed_replay_keeps_gradients(is_late: bool, is_checked: bool) -> None:
 
         return step, params
 
-    x = np.random.default_rng(0).random((300, 300))
+    x = np.random.default_rng(0).random((64, 64))
     calls = [(x, np.eye(2) * (number % 3 != 2), np.arange(9)) for number in range(6)]
     compare(make, calls, raises="Sing", eager=3)
 

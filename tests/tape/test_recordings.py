@@ -354,6 +354,7 @@ def press_ctrl_c_in_each_line() -> None:
         assert captured.replays == 2, (at, captured.reason)
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_interrupt_recording_setup() -> None:
     # A new process: Python 3.11 cannot trace a process that keeps an exception of an ended thread.
     program = "from tests.tape import test_recordings as t; t.press_ctrl_c_in_each_line()"

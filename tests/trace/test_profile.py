@@ -22,6 +22,7 @@ from flashlight_py.distributed.start.world import current_world
 from flashlight_py.trace import profiling
 from flashlight_py.trace.profiling import chrome_trace, covered
 from flashlight_py.trace.records import RankTimeline
+from tests.distributed.conformance import on_ranks
 from tests.trace.validity import assert_valid
 
 SHM = {"BACKEND": "shm"}
@@ -118,24 +119,18 @@ def test_profile_in_a_forked_child_records_its_calls(tmp_path: Path) -> None:
         assert names == ["all_reduce", "barrier"]
 
 
-def ask_for_the_time(rank: int, size: int) -> int:
+@on_ranks(("shm", 2))
+def test_offset_to_rank_0_measures_the_clock_of_another_host(rank: int, size: int) -> None:
     """Fake the clocks of two hosts, an hour apart; rank 1's clock is ahead."""
     backend = current_world().group.backend()
     assert profiling.offset_to_rank_0(backend) == 0  # one host, one clock
     if rank == 0:
         profiling._send_times(backend, 1)
-        return 0
-    real = profiling.time
-    profiling.time = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + 3_600 * 10**9)  # type: ignore[assignment]
-    try:
-        return profiling._measure_offset(backend)
-    finally:
-        profiling.time = real
-
-
-def test_offset_to_rank_0_measures_the_clock_of_another_host(pool: Any) -> None:
-    offset = pool(2, params=SHM).run(ask_for_the_time)[1]
-    assert abs(offset + 3_600 * 10**9) < 5_000_000
+        return
+    ahead = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + 3_600 * 10**9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiling, "time", ahead)
+        assert abs(profiling._measure_offset(backend) + 3_600 * 10**9) < 5_000_000
 
 
 TIMES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple))
