@@ -85,7 +85,7 @@ simulate: $(DEV) ## simulate the start of RANKS ranks in virtual time, with the 
 simulate-night: $(DEV) ## simulate 10,000 schedules of faults with 64 to 256 ranks
 	$(IN_VENV) python -m tests.simulation --night $(or $(NIGHT),10000) --seed $(or $(SEED),0)
 
-chaos: $(DEV) ## test ranks that die, stop and raise, in hundreds of rounds; and 1,000 consecutive jobs
+chaos: $(DEV) ## test ranks that die, stop and raise, in hundreds of rounds
 	$(IN_VENV) python -m tests.chaos $(CHAOS)
 
 model-hosts: $(DEV) ## check every state of the comparison between hosts, with Spin: some minutes

@@ -3,11 +3,12 @@
     python benchmarks/pytest_plugin.py --json pytest_plugin.json
 
 The first part measures sessions of 72 small tests from the start of their command to its end. Each
-test adds an array over two ranks. The second part plants a fault in a test with a limit of two
-seconds, and a good test follows. A row shows the seconds from the start of the test to its report
-in the running session, and which facts are missing: the number of the failed rank, the cause (an
-assertion, a status, a signal, shapes), and the success of the next test. pytest-timeout applies the
-limit for mpi-pytest, which has no limit. Every session loads the plugins of its mode only.
+test adds an array over two ranks. The second part plants a fault in a test that has a limit in
+seconds. A good test follows. A row shows the seconds from the start of the test to its report, and
+which facts are missing: the number of the failed rank, the cause (an assertion, a status, a signal,
+shapes), and the success of the next test. mpi-pytest has no limit, so pytest-timeout applies it. If
+a plugin starts processes for a test, they start within the limit. Every session loads only the
+plugins of its mode.
 """
 
 import argparse
@@ -22,7 +23,6 @@ from harness.facts import machine_facts
 from harness.options import QUICK
 from harness.pytest_sessions import (
     FAULTS,
-    LIMIT,
     MODES,
     RANKS,
     Fault,
@@ -83,14 +83,15 @@ def measure_small_tests(
 
 
 def measure_faults(
-    pythons: dict[str, Path], names: list[str], most: float
+    pythons: dict[str, Path], options: argparse.Namespace
 ) -> dict[str, dict[str, Result]]:
     """Run a session with each fault in every mode. Return the results by mode and fault."""
     results: dict[str, dict[str, Result]] = {title: {} for title in pythons if title != EACH}
-    for name in names:
+    for name in options.faults:
         for title, sessions in results.items():
             print(f"{name}, {title}", file=sys.stderr, flush=True)
-            sessions[name] = fault_session(MODES[title], pythons[title], FAULTS[name], most)
+            limits = options.limit, options.stop
+            sessions[name] = fault_session(MODES[title], pythons[title], FAULTS[name], *limits)
     return results
 
 
@@ -136,7 +137,9 @@ def fault_measurements(results: dict[str, dict[str, Result]]) -> list[Measuremen
     measurements: dict[str, Measurement] = {}
     for title, sessions in results.items():
         for name, result in sessions.items():
-            measurement = measurements.setdefault(name, Measurement(name, "", 0, RANKS))
+            measurement = measurements.setdefault(
+                name, Measurement(FAULTS[name].title, "", 0, RANKS)
+            )
             if result.status:
                 measurement.seconds[title] = [seconds_to_report(result)]
             else:
@@ -144,7 +147,7 @@ def fault_measurements(results: dict[str, dict[str, Result]]) -> list[Measuremen
     return [*measurements.values()]
 
 
-def verdicts(small: Measurement, faults: dict[str, Result]) -> list[Verdict]:
+def verdicts(small: Measurement, faults: dict[str, Result], limit: float) -> list[Verdict]:
     """Judge the time of the small tests, and the faults in our plugin."""
     judged = [
         at_most(
@@ -156,7 +159,9 @@ def verdicts(small: Measurement, faults: dict[str, Result]) -> list[Verdict]:
         )
         for title, bound in FASTER.items()
     ]
-    late = {name: [seconds_to_report(result) - LIMIT] for name, result in faults.items()}
+    late = {
+        FAULTS[name].title: [seconds_to_report(result) - limit] for name, result in faults.items()
+    }
     lacking = [name for name, result in faults.items() if missing_facts(FAULTS[name], result)]
     complete = str(len(faults) - len(lacking)) + (f", without {', '.join(lacking)}" * bool(lacking))
     judged.append(at_most("faults, after the limit", LATE, late, show=lambda s: f"{s:.2f} s"))
@@ -180,6 +185,7 @@ def read_options() -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--modes", nargs="*", choices=MODES, default=list(MODES), metavar="MODE")
     add("--faults", nargs="*", choices=FAULTS, default=list(FAULTS), metavar="FAULT")
+    add("--limit", type=float, default=2.0, help="seconds for a test with a fault")
     add("--stop", type=float, default=60.0, help="seconds after which a hanging session is stopped")
     add("--environments", type=Path, help="folder of the peers' .venv-bench-*; default: checkout")
     add("--quick", action="store_true", help="one round, and few tests")
@@ -200,14 +206,14 @@ def main() -> None:
     print(time_table([small], "from start to end", by_task))
     print(f"\nTime divided by the time of {OURS}:\n")
     print(ratio_table([small], "", by_task, OURS))
-    faults = measure_faults(pythons, options.faults, options.stop)
-    print(f"\n### Faults, with a limit of {LIMIT:g} s\n")
+    faults = measure_faults(pythons, options)
+    print(f"\n### Faults, with a limit of {options.limit:g} s\n")
     rows = [
-        [name, *(cell(FAULTS[name], sessions[name]) for sessions in faults.values())]
+        [FAULTS[name].title, *(cell(FAULTS[name], sessions[name]) for sessions in faults.values())]
         for name in options.faults
     ]
     print(markdown(["fault", *faults], rows))
-    judged = verdicts(small, faults.get(OURS, {}))
+    judged = verdicts(small, faults.get(OURS, {}), options.limit)
     conclude(options, conductor, [small, *fault_measurements(faults)], judged)
 
 

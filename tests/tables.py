@@ -10,7 +10,10 @@ Test = Callable[..., None]
 
 
 def label_of(row: Any) -> str:
+    """Return the name of a row or function, or the start of its representation."""
     name = getattr(row, "name", getattr(row, "__name__", None))
+    if name == "<lambda>":
+        return f"function in line {row.__code__.co_firstlineno}"
     return str(name) if name else reprlib.repr(row)
 
 

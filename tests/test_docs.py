@@ -24,19 +24,8 @@ from tests.launch.launcher import run
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PACKAGES = (
-    "amp",
-    "autograd",
-    "checkpoint",
-    "dataset",
-    "device",
-    "distributed",
-    "errors",
-    "meter",
-    "nn",
-    "optim",
-)
-PACKAGES += ("parallel", "parallel.functional", "tagi", "trace")
+PACKAGES = ("amp", "autograd", "checkpoint", "dataset", "device", "distributed", "errors", "meter")
+PACKAGES += ("nn", "optim", "parallel", "parallel.functional", "tagi", "trace")
 # The docstring must state the unit of parameters whose names denote durations or sizes.
 UNITS = {"timeout": "seconds", "interval": "seconds", "bytes": "bytes"}
 

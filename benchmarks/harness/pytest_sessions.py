@@ -18,17 +18,16 @@ from pathlib import Path
 
 from harness.launchers import ONE_THREAD
 
-__all__ = ["FAULTS", "LIMIT", "MODES", "Fault", "Mode", "Result", "fault_session", "small_tests"]
+__all__ = ["FAULTS", "MODES", "Fault", "Mode", "Result", "fault_session", "small_tests"]
 
 RANKS = 2
-LIMIT = 2.0  # seconds that a test with a fault may take
 SETTLED = 0.3  # seconds after a session, until processes that are ending have ended
 
-# Each preamble defines the markers `two` and `limited`, the function `rank`, and the function
-# `total`, which adds an array over the ranks in place.
+# Each preamble defines the markers `two` and `limited` (to LIMIT seconds), the function `rank`, and
+# the function `total`, which adds an array over the ranks in place.
 OURS = f"""
 import flashlight_py as fl
-two, limited = pytest.mark.ranks({RANKS}), pytest.mark.ranks({RANKS}, timeout={LIMIT:g})
+two, limited = pytest.mark.ranks({RANKS}), pytest.mark.ranks({RANKS}, timeout=LIMIT)
 rank, total = fl.get_world_rank, fl.all_reduce
 """
 _MPI = """
@@ -40,10 +39,10 @@ def total(x):
 MPI_PYTEST = f"""{_MPI}
 two = pytest.mark.parallel({RANKS})
 def limited(test):
-    return pytest.mark.timeout({LIMIT:g})(two(test))
+    return pytest.mark.timeout(LIMIT)(two(test))
 """
 ISOLATE = f"""{_MPI}
-two, limited = pytest.mark.mpi(ranks={RANKS}), pytest.mark.mpi(ranks={RANKS}, timeout={LIMIT:g})
+two, limited = pytest.mark.mpi(ranks={RANKS}), pytest.mark.mpi(ranks={RANKS}, timeout=LIMIT)
 """
 NO_PLUGIN = f"""{_MPI}
 def two(test):
@@ -135,6 +134,7 @@ class Fault:
     may name.
     """
 
+    title: str
     body: str
     cause: str
     fixture: str = "pass"
@@ -143,22 +143,28 @@ class Fault:
 
 ASSERTION = r"assert \S*4\.0\S* == \(?5"
 FAULTS: dict[str, Fault] = {
-    "exception on rank 1": Fault("if rank(): assert x.sum() == 5", ASSERTION),
-    "exception on both ranks": Fault("assert x.sum() == 5 + rank()", ASSERTION),
-    "collective on rank 0 only": Fault(
-        "if rank(): return", r"total\(x\)|Allreduce|all_reduce", ranks="01"
+    "exception": Fault("exception on rank 1", "if rank(): assert x.sum() == 5", ASSERTION),
+    "exceptions": Fault("exception on both ranks", "assert x.sum() == 5 + rank()", ASSERTION),
+    "deadlock": Fault(
+        "collective on rank 0 only",
+        "if rank(): return",
+        r"total\(x\)|Allreduce|all_reduce",
+        ranks="01",
     ),
-    "os._exit(3) on rank 1": Fault(
-        "rank() and os._exit(3)", r"(?i)(exit\w*|status|code)\D{0,12}\b3\b"
+    "exit": Fault(
+        "os._exit(3) on rank 1", "rank() and os._exit(3)", r"(?i)(exit\w*|status|code)\D{0,12}\b3\b"
     ),
-    "kill -9 of rank 1": Fault(
-        "rank() and os.kill(os.getpid(), 9)", r"(?i)signal\D{0,4}9\b|sigkill|exit code: 9"
+    "kill": Fault(
+        "kill -9 of rank 1",
+        "rank() and os.kill(os.getpid(), 9)",
+        r"(?i)signal\D{0,4}9\b|sigkill|exit code: 9",
     ),
-    "mismatched shapes": Fault(
+    "shapes": Fault(
+        "mismatched shapes",
         "x = np.ones(3 + rank(), np.float32)",
         r"(?s)\(3,\).*\(4,\)|\(4,\).*\(3,\)|bytes received but buffer size is",
     ),
-    "failing fixture on rank 1": Fault("pass", r"assert 1 == 0", "assert rank() == 0"),
+    "fixture": Fault("failing fixture on rank 1", "pass", r"assert 1 == 0", "assert rank() == 0"),
 }
 
 
@@ -199,19 +205,22 @@ def small_tests(mode: Mode, python: Path, count: int, most: float) -> Result:
         return result
 
 
-def fault_session(mode: Mode, python: Path, fault: Fault, most: float) -> Result:
-    """Run a test with the fault and then a good test, in at most ``most`` seconds."""
+def fault_session(mode: Mode, python: Path, fault: Fault, limit: float, most: float) -> Result:
+    """Run a test with the fault and then a good test, in at most ``most`` seconds.
+
+    ``limit`` is the number of seconds that the test with the fault may take.
+    """
     text = FAULTY.format(body=fault.body, fixture=fault.fixture, arguments=mode.arguments)
-    with _folder(mode, text) as folder:
+    with _folder(mode, text, limit) as folder:
         return _run(mode, python, folder, "", most)
 
 
 @contextmanager
-def _folder(mode: Mode, text: str) -> Iterator[Path]:
+def _folder(mode: Mode, text: str, limit: float = 60.0) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        imports = "import os\nimport numpy as np\nimport pytest\n"
-        (folder / "test_ranks.py").write_text(imports + mode.preamble + text)
+        head = f"import os\nimport numpy as np\nimport pytest\nLIMIT = {limit:g}\n"
+        (folder / "test_ranks.py").write_text(head + mode.preamble + text)
         (folder / "conftest.py").write_text(CONFTEST)
         (folder / "pytest.ini").write_text("[pytest]\n")
         yield folder

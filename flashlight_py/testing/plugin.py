@@ -11,6 +11,7 @@ import faulthandler
 import itertools
 import os
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -32,6 +33,7 @@ NUMBER = "number_of_ranks"  # parameter of tests with the mark ranks([1, 2])
 START_SECONDS = 60.0  # also for the teardown of fixtures at the end
 GRACE_SECONDS = 1.0  # for the other ranks after a failure
 FOREVER = 1e6  # seconds, for the debugger
+PACKAGE = Path(fl.__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -129,6 +131,12 @@ class ForkedRanks:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+        if self.rank is not None and call.excinfo is not None:
+            # End the traceback at the call of this package, unless all frames are inside it.
+            frames = call.excinfo.traceback.cut(excludepath=PACKAGE)
+            call.excinfo.traceback = frames.filter(
+                lambda entry: PACKAGE not in Path(entry.path).parents
+            )
         report = yield
         if self.rank is not None and report.failed and call.excinfo is not None:
             abort.report(call.excinfo.value)  # the other ranks raise PeerLostError at once
@@ -290,6 +298,11 @@ class MpiRanks(ForkedRanks):
                 self.marks[name] = mark._replace(n=1)
         self.folders.mktemp = self.shared_folder
 
+    @pytest.hookimpl(trylast=True)  # after the report of the error
+    def pytest_internalerror(self) -> None:
+        sys.stdout.flush()
+        self.world.Abort(pytest.ExitCode.INTERNAL_ERROR)  # the other ranks wait for this one
+
     def comm_of(self, name: str) -> Any:
         return self.comms[self.marks[name].n]
 
@@ -325,7 +338,7 @@ def limited(rank: int, seconds: float, stderr: int) -> Iterator[None]:
     """Raise RankStuckError after ``seconds``. If it has no effect, print the stacks and exit."""
 
     def stop(*_: object) -> None:
-        raise RankStuckError(f"rank {rank} has not finished in {seconds} s")
+        raise RankStuckError(f"rank {rank} had not finished after {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -343,7 +356,10 @@ def run_item(rank: int, *task: Any) -> Result:
 
 
 def join_world(rank: int, size: int, path: str) -> None:
-    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": path})
+    with pytest.MonkeyPatch.context() as patch:
+        if size == 1:
+            patch.setenv("FLASHLIGHT_ALONE", "1")  # a world of one, also under mpirun
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": path})
 
 
 def leave_world(rank: int, failed: bool = False) -> None:

@@ -124,9 +124,10 @@ def _serve(channel: socket.socket, prepare: Callable[[], object]) -> None:
                 return
             link, status = Connection(fds[0]), Connection(fds[1])
             if (pid := os.fork()) == 0:
-                for inherited in (status, *(other for _, other in running.values())):
-                    inherited.close()
-                channel.close()
+                for end in (channel, status, *(other for _, other in running.values())):
+                    end.close()  # type: ignore[attr-defined]
+                for descriptor in running:
+                    os.close(descriptor)
                 _exit_after(_become_rank, os.getppid(), link, *pickle.loads(plan))
             link.close()
             status.send(pid)
@@ -172,7 +173,7 @@ def run_tasks(link: Connection, rank: int) -> None:
 
     def stop(*_: object) -> None:
         if is_busy:
-            raise RankStuckError(f"rank {rank} still ran at the timeout, or after a failure")
+            raise RankStuckError(f"rank {rank} had not finished at the timeout, or after a failure")
 
     signal.signal(STUCK_SIGNAL, stop)
     while task := link.recv_bytes():

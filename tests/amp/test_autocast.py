@@ -10,6 +10,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
+from tests.pairwise import pairs
 from tests.tables import for_each
 
 HALVES = ("float16", "bfloat16")
@@ -184,7 +185,7 @@ def train(model: Any, half: str | None, captured: str = "", steps: int = 5) -> l
         return [float(run(*batch()).scalar()) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("half", HALVES)
+@for_each("half", HALVES)
 def test_training_under_autocast_reduces_the_loss(half: str) -> None:
     mixed, exact = train(model_of(), half), train(model_of(), None)
     assert mixed != exact
@@ -207,7 +208,7 @@ def test_captured_step_is_recorded_per_region() -> None:
     assert results == ["float32", "float16"] * 4
 
 
-@pytest.mark.parametrize("half", HALVES)
+@for_each("half", HALVES)
 def test_recompute_uses_the_dtype_of_the_region(half: str) -> None:
     one, other = model_of(), model_of(recomputed=True)
     assert train(one, half) == train(other, half)
@@ -234,8 +235,7 @@ def on_ranks(rank: int, size: int, half: str, sharded: bool) -> Any:
     return scaler.state_dict(), {n: np.array(a) for n, a in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-@pytest.mark.parametrize("half", HALVES)
+@for_each("half sharded", pairs(HALVES, [False, True]))
 def test_ranks_train_under_autocast(pool: Any, half: str, sharded: bool) -> None:
     first, second = pool(2).run(on_ranks, half, sharded)
     alone = on_ranks(0, 1, half, False)

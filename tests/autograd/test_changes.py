@@ -59,7 +59,7 @@ def test_backward_raises_if_the_package_changed_a_leaf(name: str, change: Any) -
     assert model.params()[0].grad is not None
 
 
-@pytest.mark.parametrize("function", [F.linear, F.linear_relu])
+@for_each("function", [F.linear, F.linear_relu])
 def test_backward_names_linear_if_its_weight_or_input_changed(function: Any) -> None:
     x, weight, bias = np.ones((3, 2)), np.ones((2, 2)), np.ones(2)
     for learns in range(3):

@@ -78,7 +78,7 @@ def noted(x: Variable, name: str, visits: list[str]) -> Variable:
     return record_in_order(x.array * 2, (x, vjp))
 
 
-@pytest.mark.parametrize("swapped", [False, True])
+@for_each("swapped", [False, True])
 def test_ordered_nodes_are_visited_in_reverse_order(swapped: bool) -> None:
     visits: list[str] = []
     x = param(ones(2))
@@ -163,7 +163,7 @@ def test_adding_to_a_gradient_keeps_equal_gradients() -> None:
     np.testing.assert_array_equal(b.grad, [1, 1])
 
 
-@pytest.mark.parametrize("retain_graph", [False, True])
+@for_each("retain_graph", [False, True])
 def test_linear_relu_can_be_used_after_a_failed_pass(retain_graph: bool) -> None:
     weight, bias = param(np.array([[1.0], [-1.0]])), param(np.zeros(2))
     result, seed = F.linear_relu(input(np.array([[2.0]])), weight, bias), np.ones((1, 2))

@@ -43,7 +43,7 @@ def test_values_and_gradients_equal_numpy(case: Case, strict: StandInCupy) -> No
         np.testing.assert_array_equal(plain(other.grad), one.grad)
 
 
-@pytest.mark.parametrize("rule", ["sgd", "nesterov", "adam_decoupled"])
+@for_each("rule", ["sgd", "nesterov", "adam_decoupled"])
 def test_training_equals_numpy(rule: str, strict: StandInCupy) -> None:
     arrays, labels = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4), np.array([0, 1, -1])
     losses: list[list[float]] = [], []

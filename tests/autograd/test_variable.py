@@ -117,7 +117,7 @@ def test_operators_accept_numbers_and_arrays_on_both_sides(other: Any) -> None:
         np.testing.assert_array_equal(result.array, expected)
 
 
-@pytest.mark.parametrize("narrow", ["float16", "float32"])
+@for_each("narrow", ["float16", "float32"])
 def test_operators_promote_like_numpy_and_gradients_keep_dtypes(narrow: str) -> None:
     wide = {"float16": "float32", "float32": "float64"}[narrow]
     a, b = param(np.full(3, 2, narrow)), param(np.full(3, 3, wide))

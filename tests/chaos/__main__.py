@@ -7,10 +7,8 @@ Without options everything runs, which takes about a quarter of an hour on two c
 import argparse
 import dataclasses
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 
 from tests.chaos import rounds
 from tests.chaos.rounds import BACKENDS, FATES, Round, Verdict
@@ -71,40 +69,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--fate", action="append", choices=tuple(FATES))
     parser.add_argument("--seed", type=int, help="of one round of each; default: 0, 1, ...")
     parser.add_argument("--rounds", type=int, default=2, help="of each backend, verb and fate")
-    parser.add_argument("--cycles", type=int, default=1000, help="of init and shutdown; 0: none")
     return parser.parse_args(arguments)
 
 
-def tell_growth(count: int) -> bool:
-    """Print the growth of processes in ``count`` cycles; return True if there is none."""
-    grew = False
-    sys.stdout.write("| backend | cycles | more memory | more descriptors | more threads |\n")
-    sys.stdout.write("|---|---|---|---|---|\n")
-    for backend in BACKENDS:
-        with (
-            closing(rounds.start_ranks()) as ranks,
-            tempfile.TemporaryDirectory(prefix="chaos-") as folder,
-        ):
-            grown = rounds.growth(ranks, Path(folder), backend, count)
-        memory, descriptors, threads = (grown[n] for n in ("memory", "descriptors", "threads"))
-        sys.stdout.write(f"| {backend} | {count} | {memory} kB | {descriptors} | {threads} |\n")
-        grew = grew or memory > count or descriptors > 0 or threads > 0
-    return not grew
-
-
 def main(arguments: Sequence[str]) -> int:
-    options = parse(arguments)
-    is_well = True
-    if options.rounds:
-        rows = play_all(chosen(options))
-        sys.stdout.write("| backend | fate | rounds | right | noticed, median | at the latest |\n")
-        sys.stdout.write("|---|---|---|---|---|---|\n")
-        sys.stdout.write("".join(f"{row}\n" for row in rows))
-        is_well = all(row.right == row.rounds for row in rows)
-    is_choice = options.backend or options.verb or options.fate or options.seed is not None
-    if options.cycles and not is_choice:
-        is_well = tell_growth(options.cycles) and is_well
-    return 0 if is_well else 1
+    rows = play_all(chosen(parse(arguments)))
+    sys.stdout.write("| backend | fate | rounds | right | noticed, median | at the latest |\n")
+    sys.stdout.write("|---|---|---|---|---|---|\n")
+    sys.stdout.write("".join(f"{row}\n" for row in rows))
+    return 0 if all(row.right == row.rounds for row in rows) else 1
 
 
 if __name__ == "__main__":

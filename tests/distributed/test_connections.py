@@ -23,7 +23,7 @@ from flashlight_py.errors import (
     MismatchError,
     PeerLostError,
 )
-from tests.distributed.conformance import hosts_by_letter, on_ranks, slow
+from tests.distributed.conformance import hosts_by_letter, on_ranks
 from tests.distributed.harness import run_ranks
 from tests.pairwise import pairs
 
@@ -176,10 +176,12 @@ FIRST_MESSAGES = {
     "abcd": [0, 1, 2],
     "abcdefghijkl": [0, 5, 7],  # not neighbours
 }
-CASES = pairs([*FIRST_MESSAGES], (False, True), (False, True))
 
 
-@pytest.mark.parametrize(("places", "part", "shuts_down"), [CASES[0], *slow(*CASES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("places", "part", "shuts_down"), pairs([*FIRST_MESSAGES], (False, True), (False, True))
+)
 def test_first_message_to_a_failed_rank_returns_the_reason_of_the_failure(
     tmp_path: Path, places: str, part: bool, shuts_down: bool
 ) -> None:

@@ -80,10 +80,7 @@ def detect_fields(environ: Mapping[str, str]) -> LaunchEnvironment:
         ({**TRAINJOB, **TORCHRUN}, ("launcher", 3, 4, 1, 2)),
         ({**TRAINJOB, **OPEN_MPI}, ("openmpi", 1, 4, 1, 4)),
         ({**POD, "WORLD_SIZE": "4", **POD_MEETING}, ("kubernetes", 2, 4, None, None)),
-        (
-            {**POD, **POD_MEETING, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"},
-            ("launcher", 5, 8, 1, None),
-        ),
+        ({**POD, **POD_MEETING, "RANK": "5", "WORLD_SIZE": "8"}, ("launcher", 5, 8, None, None)),
         (STEP, ("slurm", 4, 5, 0, 1)),
         (HYDRA_BY_SRUN, ("pmi", 2, 4, 2, 4)),
         ({**STEP, **TORCHRUN}, ("launcher", 3, 4, 1, 2)),
@@ -131,16 +128,13 @@ def test_detect_returns_the_rendezvous_of_the_launcher(
     assert launch.file == environ.get("FLASHLIGHT_FILE")
 
 
-def test_detect_names_the_variables_that_it_used() -> None:
-    names = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
-    assert detect_fields(TORCHRUN).source == names
+def test_detect_names_the_variables_that_it_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert detect_fields(TRAINJOB).source == "PET_NODE_RANK, PET_NNODES"
-
-
-def test_detect_reads_os_environ_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert detect() == detect_fields(TORCHRUN)
+    launch = detect()  # reads os.environ
+    assert launch == detect_fields(TORCHRUN)
+    assert launch.source == "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,9 @@ def test_exception_of_a_thread_is_reported_when_the_process_ends(tmp_path: Path)
     assert "it raised ZeroDivisionError: division by zero" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "statement", "code"),
-    [("shm", "os._exit(4)", 4), *slow(("gloo", "os._exit(4)", 4), ("gloo", "sys.exit(3)", 3))],
+    ("backend", "statement", "code"), [("shm", "os._exit(4)", 4), ("gloo", "sys.exit(3)", 3)]
 )
 def test_exit_of_a_rank_raises_peer_lost_error(
     tmp_path: Path, backend: str, statement: str, code: int

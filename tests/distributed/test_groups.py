@@ -202,7 +202,8 @@ def test_group_limit_changes_its_timeout(rank: int, size: int) -> None:
     group.close()
 
 
-@on_ranks(("gloo", 2), slow=[("shm", 2)], fresh=True)
+@pytest.mark.slow
+@on_ranks(("gloo", 2), ("shm", 2), fresh=True)
 def test_group_limit_changes_the_timeout_of_the_world(rank: int, size: int) -> None:
     world = current_world().group
     world.limit(SHORT)

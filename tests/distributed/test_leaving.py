@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -85,29 +85,30 @@ def call_once_more(group: Group, rounds: int, async_op: bool) -> str:
     return str(caught.value)
 
 
+@contextlib.contextmanager
+def raises_soon(kind: type[Exception], match: str) -> Iterator[None]:
+    began = time.monotonic()
+    with pytest.raises(kind, match=match):
+        yield
+    assert time.monotonic() - began < PROMPT
+
+
 def wait_for_one_that_left(group: Group, name: str) -> None:
     if group.rank == group.size - 1:
         time.sleep(0.05)  # before rank 0 leaves, or soon after
-    began = time.monotonic()
-    with pytest.raises(fl.errors.PeerLostError, match="lost rank 0"):
+    with raises_soon(fl.errors.PeerLostError, "lost rank 0"):
         MESSAGES[name](group)
-    assert time.monotonic() - began < PROMPT
 
 
 def wait_for_any_that_left(group: Group, name: str) -> None:
-    began = time.monotonic()
-    with pytest.raises(fl.errors.PeerLostError, match=IN_SHUTDOWN) as caught:
-        FROM_ANY[name](group)
-    assert time.monotonic() - began < PROMPT
     everyone = ", ".join(map(str, range(group.size - 1)))
-    assert f"lost ranks {everyone} " in str(caught.value)
+    with raises_soon(fl.errors.PeerLostError, f"(?s)(?=.*{IN_SHUTDOWN}).*lost ranks {everyone} "):
+        FROM_ANY[name](group)
 
 
 def wait_behind_others(group: Group, name: str) -> None:
-    began = time.monotonic()
-    with pytest.raises(fl.errors.DistributedError, match=f"{IN_SHUTDOWN}|the group is closed"):
+    with raises_soon(fl.errors.DistributedError, f"{IN_SHUTDOWN}|the group is closed"):
         BEHIND[name](group)
-    assert time.monotonic() - began < PROMPT
 
 
 @everywhere(fresh=False)
@@ -123,7 +124,7 @@ def test_message_wait_raises_peer_lost_error_if_the_peer_closes(rank: int, size:
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [
-        *((WORLDS[0], name) for name in ("send of 4 MB", "recv")),
+        (WORLDS[0], "send of 4 MB"),
         *slow(*in_some(name for name in MESSAGES if name not in FROM_ANY)),
     ],
     indirect=["ranks"],
@@ -138,7 +139,7 @@ def test_message_wait_raises_peer_lost_error_at_shutdown(rank: int, size: int, n
         fl.distributed_shutdown()
 
 
-@everywhere(fast=4, fresh=False)
+@everywhere(fast=2, fresh=False)
 def test_peer_lost_error_says_how_many_fewer_calls_the_rank_made(rank: int, size: int) -> None:
     for rounds, async_op in itertools.product((0, 3), (False, True)):
         with contextlib.closing(fl.new_group(range(size))) as group:
@@ -203,7 +204,7 @@ def test_receive_from_any_rank_waits_for_the_remaining_ranks(rank: int, size: in
 @on_ranks(WORLDS[2], WORLDS[0], slow=[WORLDS[1]])
 def test_data_arrives_if_the_sender_closes_the_group(rank: int, size: int) -> None:
     """Each rank closes the group as soon as the wait for its own part has returned."""
-    for call, expected in GIVEN * (25 if size == 3 else 5):
+    for call, expected in GIVEN * 6:
         with contextlib.closing(fl.new_group(range(size))) as group:
             work = call(group)
             result = work and work.wait()

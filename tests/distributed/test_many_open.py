@@ -135,7 +135,7 @@ def assert_lost(errors: list[DistributedError], rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "batch"),
-    [(SHM, False), (GLOO, True), *slow((SHM, True), (GLOO, False), (HOSTS, True))],
+    [(SHM, False), *slow((SHM, True), (GLOO, True), (HOSTS, False))],
     indirect=["ranks"],
 )
 @on_ranks()
@@ -162,7 +162,7 @@ def test_open_messages_end_after_the_group_is_closed(rank: int, size: int, batch
     assert counts[1] <= counts[0]
 
 
-@on_ranks(SHM, GLOO, slow=[HOSTS], lost=1)
+@on_ranks(SHM, slow=[GLOO, HOSTS], lost=1)
 def test_open_messages_end_after_a_peer_is_killed(rank: int, size: int) -> None:
     group = fl.distributed.start.world.current_world().group
     works = begin(group, 1, OPEN[size], batch=False)
@@ -175,7 +175,7 @@ def test_open_messages_end_after_a_peer_is_killed(rank: int, size: int) -> None:
     assert seconds < SOON * size / 2, seconds
 
 
-@on_ranks(SHM, GLOO, slow=[HOSTS], fresh=True)  # a fork keeps resources of other tests open
+@on_ranks(SHM, slow=[GLOO, HOSTS], fresh=True)  # a fork keeps resources of other tests open
 def test_open_messages_have_ended_in_a_forked_child_only(rank: int, size: int) -> None:
     peer, count = rank ^ 1, OPEN[size]
     sent, received = (np.full((count, 2), value, np.int32) for value in (rank, -1))
@@ -205,7 +205,8 @@ def test_open_messages_have_ended_in_a_forked_child_only(rank: int, size: int) -
 @pytest.mark.parametrize(
     ("ranks", "kind", "one_tag"),
     [
-        *pairs((SHM, GLOO), ("irecv", "isend", "irecv of any"), (False, True)),
+        *((SHM, "irecv", True), (SHM, "isend", False), (GLOO, "irecv of any", True)),
+        *slow(*pairs((SHM, GLOO), ("irecv", "isend", "irecv of any"), (False, True))),
         *slow((HOSTS, "irecv", False), (HOSTS, "isend", True)),
     ],
     indirect=["ranks"],

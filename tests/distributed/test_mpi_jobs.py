@@ -186,8 +186,7 @@ def test_load_mpi_error_names_packages(monkeypatch: pytest.MonkeyPatch, error: E
         mpi_store.load_mpi()
 
 
-# Jobs with errors
-# -----------------------------------------------------------------------------------
+# Jobs with errors ---------------------------------------------------------------------------------
 
 
 PREAMBLE = """

@@ -153,11 +153,9 @@ def test_flight_record_shows_a_receive_from_any_rank() -> None:
     assert recorded_call_text(call) == "recv(float64 (3,), peer=any, tag=7)"
 
 
+@pytest.mark.slow
 @on_ranks(
-    ("shm", 2),
-    slow=[("gloo", 2), ("hierarchical", 4), ("mpi", 3)],
-    fresh=True,
-    params={"TIMEOUT": 1},
+    *(("shm", 2), ("gloo", 2), ("hierarchical", 4), ("mpi", 3)), fresh=True, params={"TIMEOUT": 1}
 )
 def test_open_receive_times_out_and_names_other_tags(rank: int, size: int) -> None:
     fl.barrier()  # all ranks start to wait at the same time

@@ -10,8 +10,8 @@ from tests.distributed.conformance import ranks_in, slow, world_of
 from tests.distributed.oracles import VERBS, run_with_mpi
 from tests.distributed.programs import every_verb, programs, run_program
 
-WORLDS = [("single", 1), ("gloo", 2), ("shm", 2), ("hierarchical", 3), ("mpi", 2)]
-SLOW = [("gloo", 5), ("shm", 5), ("hierarchical", 5), ("mpi", 4)]
+WORLDS = [("single", 1), ("gloo", 2), ("shm", 2)]
+SLOW = [("gloo", 5), ("shm", 5), ("hierarchical", 3), ("hierarchical", 5), ("mpi", 2), ("mpi", 4)]
 
 # The same programs in every run. They are not shrunk: each try would need new processes.
 repeatable = settings(

@@ -14,6 +14,7 @@ import pytest
 
 import flashlight_py as fl
 from tests.distributed.conformance import on_ranks, ranks_in, slow
+from tests.distributed.test_interrupted_verbs import ROWS, Verb
 
 # More seconds than any test needs. The timeout of the group is 300 s.
 SOON = 20.0
@@ -137,27 +138,12 @@ def test_handler_between_verbs_can_save_and_leave(rank: int, size: int, tmp_path
     assert fl.load(tmp_path).extra["reached"].tolist() == [0, 1, 2]
 
 
-def a_message() -> None:
-    last = fl.get_world_size() - 1
-    if fl.get_world_rank() == 0:
-        fl.recv(np.zeros(3), last)
-    elif fl.get_world_rank() == last:
-        fl.send(np.zeros(3), 0)
-
-
-def an_exchange() -> None:
-    """Exchange between the first rank and the last."""
-    last = fl.get_world_size() - 1
-    peer = {0: last, last: 0}.get(fl.get_world_rank())
-    if peer is not None:
-        fl.sendrecv(np.zeros(3), peer, out=np.zeros(3), src=peer)
-
-
-BLOCKING: dict[str, Callable[[], Any]] = {
-    "all_reduce": lambda: fl.all_reduce(np.ones(3)),
-    "all_gather_object": lambda: fl.all_gather_object(3),
-    "message": a_message,
-    "exchange": an_exchange,
+# Messages are between the first rank and the last.
+BLOCKING: dict[str, Verb] = {
+    "all_reduce": ROWS["all_reduce"],
+    "all_gather_object": ROWS["all_gather_object"],
+    "message": ROWS["recv"],
+    "exchange": ROWS["sendrecv"],
 }
 
 
@@ -178,14 +164,15 @@ HANDLERS = {
 def preempt(rank: int, size: int, verb: str, handler: str, folder: str) -> None:
     """Send the signal to rank 0 while it waits for the last rank."""
     pid = fl.broadcast_object(os.getpid())
-    journal = fl.distributed.start.world.current_world().group.journal
+    world = fl.distributed.start.world.current_world().group
+    journal = world.journal
     before = journal.count[0]
     with handling(lambda: HANDLERS[handler](folder)):
         if rank == size - 1:
             time.sleep(0.05)
             os.kill(pid, signal.SIGTERM)
             time.sleep(0.1)  # handled by now
-        BLOCKING[verb]()
+        BLOCKING[verb](world)
     assert fl.all_reduce(np.ones(3))[0] == size
     # A rejected call does not count.
     assert len(set(fl.all_gather_object(journal.count[0] - before))) == 1

@@ -160,6 +160,7 @@ def test_ranks_wait_for_the_speaker_of_their_host(ranks: Ranks) -> None:
     assert all_closed([ranks.start(0, 3, local_rank=0), *started])
 
 
+@pytest.mark.slow
 def test_rank_becomes_a_speaker_if_its_host_has_none(ranks: Ranks) -> None:
     """Only the missing rank is named."""
     local = {0: None, 5: 1, 6: 2, 7: 3}

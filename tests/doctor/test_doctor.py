@@ -295,7 +295,6 @@ def test_doctor_run_reports_the_speed_of_each_path() -> None:
     assert "2 hosts with 2, 2 ranks" in " ".join(done.stdout.split())
 
 
-@pytest.mark.slow
 def test_doctor_fails_if_the_folder_does_not_exist(tmp_path: Path) -> None:
     done = run("--folder", tmp_path / "nowhere")
     assert done.returncode == 1

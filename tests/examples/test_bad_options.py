@@ -93,17 +93,12 @@ for call in calls:
 """
 
 
-# Examples whose imports are fast.
-ORDINARY = ["DistributedTraining", "heat", "tagi_regression"]
+# The imports of these examples are fast; the others are slow tests.
+FAST = ["DistributedTraining", "heat", "tagi_regression"]
+MARKED = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in REFUSED]
 
 
-def names(*examples: str) -> pytest.MarkDecorator:
-    """Run a test for ``examples``, only those in ORDINARY in every test run."""
-    marks = {name: () if name in ORDINARY else pytest.mark.slow for name in examples}
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=marks[n]) for n in examples])
-
-
-@names(*REFUSED)
+@pytest.mark.parametrize("name", MARKED)
 def test_example_rejects_invalid_options_with_one_line(name: str) -> None:
     command = [*ALONE, "-c", CALLS, EXAMPLES / f"{name}.py"]
     done = run([*command, *REFUSED[name]], code=0)
@@ -114,7 +109,8 @@ def test_example_rejects_invalid_options_with_one_line(name: str) -> None:
         assert complaint in line
 
 
-@names("cifar_resnet", "digits_cnn", "tiny_gpt", "heat")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits_cnn", "tiny_gpt", "heat"])
 def test_example_rejects_sizes_below_the_number_of_ranks(name: str) -> None:
     option = "--cells" if name == "heat" else "--batch-size"
     done = run([*FLRUN, 2, EXAMPLES / f"{name}.py", option, 1], code=1)

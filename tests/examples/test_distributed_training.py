@@ -59,14 +59,6 @@ def parameters(file: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-def test_example_reduces_the_loss_in_one_process() -> None:
-    (output,) = printed(start(PYTHON, "--epochs", 3, "--samples", 3000))
-    result = losses(output)
-    assert result == sorted(result, reverse=True)
-    assert result[-1] < 0.3 * result[0]
-
-
-@pytest.mark.slow
 def test_example_reduces_the_loss_with_a_shared_file_and_without_mpi(tmp_path: Path) -> None:
     first, second = printed(*by_file(tmp_path, 2, "--epochs", 2, "--samples", 3000))
     result = losses(first)
@@ -85,6 +77,7 @@ def test_example_has_equal_losses_for_any_number_of_processes(size: int, tmp_pat
     several = [*mpirun_command(size), *PYTHON]
     (many,) = printed(start(several, *job, 4 // size, "--save", together))
     np.testing.assert_allclose(losses(many), losses(one), rtol=1e-3)
+    assert losses(one)[1] < losses(one)[0]
     ours, others = parameters(together), parameters(alone)
     assert ours.keys() == others.keys()
     for name, value in others.items():

@@ -73,15 +73,6 @@ def disturbed(folder: Path, random: Any, ranks: int, kills: int, *options: str) 
 
 
 @pytest.mark.slow
-def test_flrun_restarts_with_fewer_ranks_and_equal_bits(tmp_path: Path, expected: str) -> None:
-    random = np.random.default_rng(0)
-    text, killed = disturbed(tmp_path / "run", random, 3, 1, "--min-n", "2")
-    assert killed == 1
-    assert "Going on from step" in text
-    assert digest(text) == expected
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(ROUNDS))
 def test_training_has_equal_bits_after_any_kills(tmp_path: Path, expected: str, seed: int) -> None:
     random = np.random.default_rng(seed)

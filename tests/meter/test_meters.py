@@ -153,7 +153,7 @@ def test_sum_of_states_equals_the_state_of_all_data(parts: list[Meter], together
     assert repr([part.value() for part in parts]) == before
 
 
-@pytest.mark.parametrize("kind", [AverageValueMeter, TimeMeter])
+@for_each("kind", [AverageValueMeter, TimeMeter])
 def test_new_meter_equals_a_reset_meter(kind: type[Any]) -> None:
     class More(kind):
         def reset(self) -> None:

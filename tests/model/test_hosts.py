@@ -32,10 +32,8 @@ MUTANTS = {
     "NO_ZERO_INSIDE": (31, "odd==call"),  # a host only learns the calls of its own ranks
     "NO_TIMEOUT": (31, "ended"),  # no wait has a limit
     "NO_NEIGHBOURS": (31, NAMES),  # a rank that gives up only informs connected ranks
-    "IN_ORDER_OF_RANKS": (
-        31,
-        NAMES,
-    ),  # of several ranks that gave up, the first one in rank order has the reason
+    # Of several ranks that gave up, the first one in rank order has the reason.
+    "IN_ORDER_OF_RANKS": (31, NAMES),
 }
 
 

@@ -17,4 +17,7 @@ void test_closing_with_messages(Random& random);
 void test_breaking_with_messages(Random& random);
 void test_late_refusal(Random& random);
 
+// Compare the kernels of all instruction sets; return the number of reductions.
+long test_kernels(uint64_t seed, long rounds);
+
 }  // namespace stress

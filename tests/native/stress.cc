@@ -3,7 +3,6 @@
 #include "calls.h"
 #include "check.h"
 #include "failures.h"
-#include "kernels.h"
 #include "ranks.h"
 #include "world.h"
 

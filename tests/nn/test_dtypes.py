@@ -69,16 +69,16 @@ def test_load_state_dict_casts_between_dtypes(dtype: str) -> None:
         model.load_state_dict(state)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_checkpoint_resumes_bit_for_bit_in_every_dtype(dtype: str, tmp_path: Any) -> None:
     model = model_of(dtype)
     optimizer = fl.optim.AdamOptimizer(model.params(), 0.05)
     train(model, optimizer, 3)
-    fl.save(tmp_path / "saved", model, optimizer=optimizer)
+    fl.save(tmp_path / dtype, model, optimizer=optimizer)
     expected = train(model, optimizer, 3)
     other = model_of(dtype)
     resumed = fl.optim.AdamOptimizer(other.params(), 0.05)
-    fl.load(tmp_path / "saved", other, optimizer=resumed)
+    fl.load(tmp_path / dtype, other, optimizer=resumed)
     assert train(other, resumed, 3) == expected
 
 

@@ -283,7 +283,7 @@ def test_rnn_dropout_acts_only_in_training() -> None:
     np.testing.assert_array_equal(module(x)[0].array, module(x)[0].array)
 
 
-@pytest.mark.parametrize("zero", [False, True])
+@for_each("zero", [False, True])
 def test_ctc_loss_is_infinite_without_an_alignment(zero: bool, oracle: Oracle) -> None:
     logs = fl.param(np.log(np.full((2, 3, 4), 0.25)))
     labels = np.array([[1, 1], [1, 2]])  # a row needs a blank between labels

@@ -103,7 +103,7 @@ def test_load_torch_accepts_any_name_of_a_shared_parameter() -> None:
     assert fl.nn.load_torch(Tied(), state, strict=False) == ([], [])
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@for_each("strict", [False, True])
 def test_load_torch_raises_for_two_values_of_an_entry(strict: bool) -> None:
     module, other = Tied(), {**ARRAYS, "other.weight": np.zeros((2, 2))}
     before = module.one.weight.array.copy()

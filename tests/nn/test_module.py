@@ -276,7 +276,7 @@ def test_call_passes_options_to_forward() -> None:
         model(x, mask=x)
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@for_each("bias", [True, False])
 def test_sequential_fuses_linear_and_relu_with_the_same_bits(bias: bool) -> None:
     set_seed(0)
     model = Sequential(ReLU(), Linear(3, 4, bias), ReLU(), ReLU(), Linear(4, 4), Linear(4, 2, bias))

@@ -55,7 +55,7 @@ def test_clip_grad_value_limits_each_element_in_place(dtype: str) -> None:
         clip_grad_value([a], -1)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@for_each("dtype", ["float16", "float32"])
 def test_clipping_ignores_numpy_errstate(dtype: str) -> None:
     a = param(np.zeros(5, dtype))
     a.grad = np.array([-3, 1e-7, 0.5, math.inf, math.nan], dtype)

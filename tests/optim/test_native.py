@@ -175,21 +175,6 @@ def test_options_can_change_between_steps() -> None:
     assert variable.data.tolist() == [-2.0]
 
 
-@for_each(
-    "arguments error match",
-    [
-        ((("sgd", (1.0,)), (np.ones(1), np.ones(1)), 1.0), ValueError, "unknown rule sgd with 1"),
-        ((("other", ()), (np.ones(1), np.ones(1)), 1.0), ValueError, "unknown rule other"),
-        ((("sgd", (1.0, 0.0)), (np.ones(1),), 1.0), ValueError, "a piece of sgd is"),
-        ((("sgd", (1.0, "0")), (np.ones(1), np.ones(1)), 1.0), TypeError, "real number"),
-        ((("sgd",), (np.ones(1), np.ones(1)), 1.0), IndexError, "range"),
-    ],
-)
-def test_native_module_checks_arguments(arguments: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        MODULE.change(*arguments)
-
-
 MEMORY = np.ones(1), np.zeros(1, np.int64), None
 SGD = "sgd", ((LR,), 0.0)
 
@@ -218,6 +203,15 @@ def test_step_checks_operands(states: Any, source: Any, error: type[Exception], 
     variable.grad = np.ones(1)
     with pytest.raises(error, match=match):
         MODULE.step([variable], states, *source, 1.0, 1)
+    for rule, piece, kind, words in (
+        (("sgd", (1.0,)), (np.ones(1), np.ones(1)), ValueError, "unknown rule sgd with 1"),
+        (("other", ()), (np.ones(1), np.ones(1)), ValueError, "unknown rule other"),
+        (("sgd", (1.0, 0.0)), (np.ones(1),), ValueError, "a piece of sgd is"),
+        (("sgd", (1.0, "0")), (np.ones(1), np.ones(1)), TypeError, "real number"),
+        (("sgd",), (np.ones(1), np.ones(1)), IndexError, "range"),
+    ):
+        with pytest.raises(kind, match=words):
+            MODULE.change(rule, piece, 1.0)
     with pytest.raises(TypeError, match="step\\(params, states"):
         MODULE.step([variable])
     with pytest.raises(AttributeError):

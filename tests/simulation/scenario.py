@@ -1,8 +1,7 @@
 """Ranks that start on virtual hosts with the package's own code, from the search for rank 0 on.
 
 Native code has stand-ins. They exchange the same number of messages as the real backends, take the
-measured time, and
-move no data.
+measured time, and move no data.
 """
 
 from __future__ import annotations

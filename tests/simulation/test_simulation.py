@@ -17,7 +17,7 @@ from tests.simulation.faults import trial
 from tests.simulation.grouping import Grouping
 from tests.simulation.launching import Launch, lose
 from tests.simulation.network import WINDOW, WINDOW_INSIDE, Socket, divide
-from tests.simulation.scenario import PORT, Start, gather, meet
+from tests.simulation.scenario import PORT, Start, gather
 from tests.simulation.world import Process, World, installed, me
 
 
@@ -71,13 +71,6 @@ def test_simulation_does_not_depend_on_this_process(monkeypatch: pytest.MonkeyPa
     assert first == again
 
 
-def test_rendezvous_connects_rank_0_with_all_ranks() -> None:
-    start = Start(64, seed=1, begin=meet, FLASHLIGHT_TREE_FROM="512").run()
-    assert start.up.keys() == set(range(64))
-    assert max(start.up.values()) < 1.0
-    assert start.processes[0].most_connections >= 63
-
-
 @pytest.mark.parametrize("tree", ["2", "512"])
 def test_rendezvous_names_a_rank_that_dies_between_exchanges_at_once(tree: str) -> None:
     start = Start(64, seed=2, begin=gather, FLASHLIGHT_TREE_FROM=tree)
@@ -99,9 +92,13 @@ def test_rendezvous_reports_a_silent_host_after_host_timeout(tree: str, at: floa
     assert max(start.ended.values()) < 6.0
 
 
-def test_tree_limits_the_connections_of_each_process() -> None:
-    start = Start(128, seed=4, FLASHLIGHT_TREE_FROM="2").run()
-    assert start.up.keys() == set(range(128))
+@pytest.mark.parametrize(("ranks", "tree"), [(64, "512"), (128, "2")])
+def test_start_needs_few_connections(ranks: int, tree: str) -> None:
+    """Without a tree, rank 0 connects to all ranks."""
+    start = Start(ranks, seed=1, FLASHLIGHT_TREE_FROM=tree).run()
+    assert start.up.keys() == set(range(ranks))
+    assert max(start.up.values()) < 1.0
+    assert tree == "2" or start.processes[0].most_connections >= 63
     assert max(process.most_connections for process in start.processes) <= 64 + 8
 
 

@@ -53,26 +53,6 @@ def test_embedding_rows_sum_deltas_of_all_occurrences() -> None:
             equal(sums.reshape(5, 2), expected, rtol=1e-5)
 
 
-def test_embedding_moments_and_deltas_match_random_draws() -> None:
-    """Two occurrences of an index in a sample are the same row."""
-    tagi.manual_seed(2)
-    layer = nn.Embedding(3, 1, scale=0.7)
-    net = nn.Sequential(layer, nn.Linear(2, 1, bias=False))
-    linear = net.layers[1]
-    linear.mu_w, linear.var_w = [1.0, 2.0], [0.0, 0.0]
-    x = np.array([[2, 0]])
-    mean, variance = net(x)
-    rows = np.random.default_rng(0).normal(layer.mu_w, np.sqrt(layer.var_w), (50_000, 3))
-    z = rows[:, 2] + 2 * rows[:, 0]
-    equal(mean[0], z.mean(), atol=0.01)
-    equal(variance[0], z.var(), rtol=0.02)
-    observe(net, [[1.0]])
-    gain = np.cov(rows.T, z)[3, :3] / (z.var() + 0.1)
-    equal(layer.delta_mu_w, gain * (1 - mean[0]), rtol=0.03, atol=0.01)
-    expected = -gain * np.cov(rows.T, z)[3, :3]
-    equal(layer.delta_var_w, expected, rtol=0.03, atol=0.01)
-
-
 def test_embedding_padding_row_is_zero_and_does_not_learn() -> None:
     tagi.manual_seed(3)
     layer = nn.Embedding(4, 3, padding_idx=2)

@@ -49,13 +49,6 @@ def test_class_tree_length_is_close_to_the_number_of_classes(n: int, outputs: in
     assert set(tree.obs.tolist()) == {-1, 1}
 
 
-@for_each("n", [2, 4, 64])
-def test_probabilities_sum_to_one_for_powers_of_two(n: int) -> None:
-    rng, tree = np.random.default_rng(0), tree_of(n)
-    m, v = rng.standard_normal((5, tree.len)), rng.uniform(0, 3, (5, tree.len))
-    equal(probabilities(m, v, tree).sum(1), 1, rtol=1e-6)
-
-
 def test_probabilities_match_random_draws() -> None:
     """A class is drawn if output plus error has the sign of its path at each node."""
     rng, n, draws = np.random.default_rng(0), 5, 200_000

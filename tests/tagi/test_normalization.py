@@ -126,7 +126,7 @@ def test_normalization_of_exact_inputs_omits_their_variance() -> None:
         close((out.mean, out.variance), (expected.mean, expected.variance))
 
 
-@pytest.mark.parametrize("shape", [IMAGES, FLAT])
+@for_each("shape", [IMAGES, FLAT])
 def test_batch_norm2d_updates_and_uses_running_statistics(shape) -> None:
     layer = drawn(fl.tagi.BatchNorm2d(3, momentum=0.75))
     layer.connect(shape[1:])
@@ -251,7 +251,7 @@ def test_batch_norm2d_evaluation_equals_pytagi() -> None:
     close(*run_both(EVALUATED, batches=numbers(3, 8, 4)))
 
 
-@pytest.mark.parametrize("images", [False, True])
+@for_each("images", [False, True])
 def test_frozen_batch_norm2d_uses_the_statistics_of_its_forward_pass(images: bool) -> None:
     """The rest of the network trains, and other batches run in between."""
     layer = nn.BatchNorm2d(3)

@@ -45,7 +45,7 @@ def test_lstm_steps_equal_pytagi(batch: int, window: int, certain: bool, steps: 
 # --- forward ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("uncertain", ["weights and cells", "inputs"])
+@for_each("uncertain", ["weights and cells", "inputs"])
 def test_lstm_moments_of_a_step_match_random_draws(uncertain: str) -> None:
     """To first order: variances are small compared with the curvature of the gates.
 
@@ -75,7 +75,7 @@ def test_lstm_moments_of_a_step_match_random_draws(uncertain: str) -> None:
     equal(variance[0], h.var(0), rtol=0.06)
 
 
-@pytest.mark.parametrize("certain", [True, False])
+@for_each("certain", [True, False])
 def test_lstm_window_equals_calls_that_carry_priors(certain: bool) -> None:
     window = network("LSTM(2, 4, 6), LSTM(4, 3, 6)")
     single = nn.Sequential(nn.LSTM(2, 4, 1), nn.LSTM(4, 3, 1))
@@ -172,51 +172,6 @@ def test_lstm_deltas_of_means_are_the_gradient_through_time() -> None:
     np.testing.assert_allclose(layer.biases.mean_sum.ravel(), of_b, **tolerance)
     of_x = difference(lambda at: score(w, b, at), x)
     np.testing.assert_allclose(net.get_input_states()[0], of_x, **tolerance)
-
-
-def test_lstm_deltas_of_variances_follow_the_recursion() -> None:
-    """Slopes are numeric derivatives of one time step. The docstring of LSTM has the recursion."""
-    tagi.manual_seed(6)
-    ni, no, steps = 2, 3, 4
-    net, w, b = certain_lstm(ni, no, steps)
-    layer = net.layers[0]
-    layer.mu_w = w
-    x, e = numbers(1, ni * steps), -np.abs(numbers(steps, no, seed=1))
-    net(x)
-    net.set_delta_z(np.zeros(e.size), e.ravel())
-    net.backward()
-
-    states = [(np.zeros(no), np.zeros(no))]
-    inputs = x.reshape(steps, ni)
-    for now in inputs:
-        states.append(exact_step(w, b, now, *states[-1]))
-    of_h, of_c = np.zeros(no), np.zeros(no)  # from the next step
-    sums_w, sums_b, of_x = np.zeros(w.shape), np.zeros(b.shape), []
-    for t in range(steps - 1, -1, -1):
-        c, joined = states[t][1], np.concatenate([inputs[t], states[t][0]])
-
-        def both(joined: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-            return np.concatenate(exact_step(w, b, joined[:ni], joined[ni:], c))
-
-        eh, ec = e[t] + of_h, of_c
-        slopes = difference(lambda at: both(at, b, c), joined) ** 2  # noqa: B023
-        back = slopes[:, :no] @ eh + slopes[:, no:] @ ec
-        of_x.insert(0, back[:ni])
-        of_h = back[ni:]
-        slope = difference(lambda at: both(joined, b, at), c)  # noqa: B023
-        r = np.diag(slope[:, :no]) / np.diag(slope[:, no:])  # h through c only
-        total_c = r**2 * eh + ec
-        of_c = np.diag(slope[:, no:]) ** 2 * total_c
-        gates = difference(lambda at: both(joined, at, c), b).reshape(4, no, 2 * no)  # noqa: B023
-        every = np.arange(no)
-        effect = gates[:3, every, no + every] ** 2 * total_c
-        effect = np.concatenate([effect, gates[3:, every, every] ** 2 * eh])
-        sums_b += effect
-        sums_w += effect[..., None] * joined**2
-    tolerance = {"rtol": 2e-3, "atol": 1e-5}
-    np.testing.assert_allclose(layer.weight.variance_sum, sums_w, **tolerance)
-    np.testing.assert_allclose(layer.biases.variance_sum, sums_b, **tolerance)
-    np.testing.assert_allclose(net.get_input_states()[1], np.concatenate(of_x), **tolerance)
 
 
 def test_lstm_sums_of_a_batch_are_sums_over_samples() -> None:

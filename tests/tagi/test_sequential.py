@@ -62,56 +62,36 @@ def test_forward_accepts_changing_batch_sizes() -> None:
         equal(net.parameters(), alone.parameters())
 
 
-@for_each(
-    "x message",
-    [
-        (
-            np.zeros((6, 5)),
-            r"layer 0, Linear\(4,8\), after the input: expected 4 features per sample",
-        ),
-        (np.zeros(10), r"Linear\(4,8\): expected a multiple of 4 elements, got 10"),
-        (np.zeros((2, 0)), r"Linear\(4,8\): expected a batch of samples, got \(2, 0\)"),
-        (3.0, r"Linear\(4,8\): expected a batch of samples, got \(\)"),
-    ],
-)
-def test_forward_with_wrong_size_names_the_layer_and_changes_nothing(x: Any, message: str) -> None:
+MASKED = np.ma.array(X, mask=X > 0)
+REAL, FIRST = "expected real numbers, got an array of", r"Linear\(4,8\)"
+# Inputs, their variances, and the error.
+INPUTS: list[tuple[Any, Any, type[Exception], str]] = [
+    (np.zeros((6, 5)), None, ValueError, rf"layer 0, {FIRST}, after the input: expected 4 feat"),
+    (np.zeros(10), None, ValueError, f"{FIRST}: expected a multiple of 4 elements, got 10"),
+    (np.zeros((2, 0)), None, ValueError, rf"{FIRST}: expected a batch of samples, got \(2, 0\)"),
+    (3.0, None, ValueError, rf"{FIRST}: expected a batch of samples, got \(\)"),
+    (MASKED, None, ValueError, r"mu_x: expected no masked elements, got .* of 24"),
+    ([*MASKED], None, ValueError, r"mu_x: expected no masked elements, got .* of 24"),
+    (X, np.full((6, 3), 0.1), ValueError, r"var_x: expected shape \(6, 4\), .* got \(6, 3\)"),
+    (X, np.full((4, 6), 0.1), ValueError, r"var_x: expected shape \(6, 4\), .* got \(4, 6\)"),
+    (X, np.ma.masked_less(np.arange(24.0), 1), ValueError, "var_x: expected no masked .* 1 of 24"),
+    (X, np.full((6, 4), -0.1), ValueError, "var_x: variances must be at least 0"),
+    (X, np.full((6, 4), np.nan), ValueError, "var_x: variances must be at least 0, got nan"),
+    (None, None, TypeError, f"mu_x: {REAL}"),
+    *[row for x in (np.zeros((6, 4), complex), [["a"] * 4] * 6, [None] * 4)
+        for row in ((x, None, TypeError, f"mu_x: {REAL}"), (X, x, TypeError, f"var_x: {REAL}"))],
+]  # fmt: skip
+
+
+@for_each("x var_x error message", INPUTS)
+def test_forward_rejects_invalid_inputs_and_changes_nothing(
+    x: Any, var_x: Any, error: type[Exception], message: str
+) -> None:
     net = network()
-    expected = net(X)[0]
-    with pytest.raises(ValueError, match=message):
-        net(x)
+    expected = net(np.ma.array(X))[0]
+    with pytest.raises(error, match=message):
+        net(x, var_x)
     equal(net(X)[0], expected)
-
-
-@for_each("x", [np.zeros((6, 4), complex), [["a"] * 4] * 6, None, [None] * 4])
-def test_forward_raises_type_error_for_inputs_that_are_not_real(x: Any) -> None:
-    with pytest.raises(TypeError, match="mu_x: expected real numbers, got an array of"):
-        network()(x)
-    if x is not None:
-        with pytest.raises(TypeError, match="var_x: expected real numbers, got an array of"):
-            network()(X, x)
-
-
-@for_each(
-    "var_x message",
-    [
-        (np.full((6, 3), 0.1), r"var_x: expected shape \(6, 4\), .* got \(6, 3\)"),
-        (np.full((4, 6), 0.1), r"var_x: expected shape \(6, 4\), .* got \(4, 6\)"),
-        (np.ma.masked_less(np.arange(24.0), 1), "var_x: expected no masked elements, got 1 of 24"),
-        (np.full((6, 4), -0.1), "var_x: variances must be at least 0"),
-        (np.full((6, 4), np.nan), "var_x: variances must be at least 0, got nan"),
-    ],
-)
-def test_forward_rejects_invalid_variances(var_x: np.ndarray, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        network()(X, var_x)
-
-
-def test_forward_rejects_masked_inputs() -> None:
-    net, masked = network(), np.ma.array(X, mask=X > 0)
-    for x in (masked, list(masked)):
-        with pytest.raises(ValueError, match=r"mu_x: expected no masked elements, got .* of 24"):
-            net(x)
-    equal(net(np.ma.array(X))[0], net(X)[0])
     with pytest.raises(ValueError, match=r"delta_mu: expected no masked elements, got .* of 12"):
         net.set_delta_z(np.ma.array(Y, mask=Y > 0), Y)
 
@@ -219,36 +199,38 @@ def test_params_from_copies_parameters_of_another_network() -> None:
         network(nn.ReLU()).params_from(net)
 
 
-def test_layer_without_biases_returns_empty_arrays() -> None:
-    net = nn.Sequential(nn.Linear(4, 2, bias=False))
-    assert [array.size for array in net.state_dict()["Linear.0"]] == [8, 8, 0, 0]
-    learn(net, X, Y)
-    assert net.layers[0].delta_mu_b.size == 0
+# Attributes of Linear(4, 8), and values that are rejected.
+ATTRIBUTES: list[tuple[str, Any, type[Exception], str]] = [
+    ("mu_w", np.zeros(3), ValueError, r"Linear\(4,8\): weight: expected 32 elements, got 3"),
+    ("delta_mu_w", np.zeros(32), AttributeError, "is read-only: a backward pass"),
+    *[(which, np.full(size, one), ValueError, r"^Linear\(4,8\): \w+: .* must be finite")
+        for which, size, one in (
+            ("mu_w", 32, np.nan), ("mu_b", 8, -np.inf), ("var_w", 32, np.inf), ("var_b", 8, np.nan),
+        )],
+    ("var_w", -np.ones(32), ValueError, "variances must be at least 0, got -1"),
+    ("var_w", np.ma.masked_less(np.arange(32), 1), ValueError, "weight: .* masked .* got 1 of 32"),
+]  # fmt: skip
 
 
-def test_layer_attributes_set_parameters_in_place() -> None:
+@for_each("which values error message", ATTRIBUTES)
+def test_layer_attributes_reject_invalid_values(
+    which: str, values: Any, error: type[Exception], message: str
+) -> None:
+    layer = network().layers[0]
+    before = [layer.mu_w, layer.var_w]
+    with pytest.raises(error, match=message):
+        setattr(layer, which, values)
+    equal([layer.mu_w, layer.var_w], before)
+
+
+def test_layer_attributes_set_parameters() -> None:
     net = network()
-    layer = net.layers[0]
-    layer.mu_w = np.arange(32.0).reshape(8, 4)
+    net.layers[0].mu_w = np.arange(32.0).reshape(8, 4)
     equal(net.state_dict()["Linear.0"][0], np.arange(32))
-    with pytest.raises(ValueError, match=r"Linear\(4,8\): weight: expected 32 elements, got 3"):
-        layer.mu_w = np.zeros(3)
-    with pytest.raises(AttributeError, match="is read-only: a backward pass"):
-        layer.delta_mu_w = np.zeros(32)
-
-
-def test_layer_attributes_reject_values_that_are_not_finite() -> None:
-    layer = nn.Linear(2, 2)
-    before = layer.var_w
-    for which, one in (("mu_w", np.nan), ("mu_b", -np.inf), ("var_w", np.inf), ("var_b", np.nan)):
-        values = np.full(getattr(layer, which).size, one)
-        with pytest.raises(ValueError, match=r"^Linear\(2,2\): \w+: .* must be finite"):
-            setattr(layer, which, values)
-    with pytest.raises(ValueError, match="variances must be at least 0, got -1"):
-        layer.var_w = -np.ones(4)
-    with pytest.raises(ValueError, match=r"Linear\(2,2\): weight: .* masked .* got 1 of 4"):
-        layer.var_w = np.ma.masked_less(np.arange(4), 1)
-    equal(layer.var_w, before)
+    without = nn.Sequential(nn.Linear(4, 2, bias=False))
+    assert [array.size for array in without.state_dict()["Linear.0"]] == [8, 8, 0, 0]
+    learn(without, X, Y)
+    assert without.layers[0].delta_mu_b.size == 0
 
 
 def test_input_state_update_returns_deltas_of_the_input() -> None:
@@ -270,7 +252,7 @@ def chain(seed: int) -> tuple[nn.Sequential, nn.Sequential]:
     return encoder, nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 4))
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@for_each("flat", [False, True])
 def test_chain_of_two_networks_equals_one_network(flat: bool) -> None:
     encoder, decoder = chain(3)
     tagi.manual_seed(3)

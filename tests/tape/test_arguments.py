@@ -53,7 +53,7 @@ ALIASES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("step", ALIASES.values(), ids=ALIASES)
+@for_each("step", ALIASES.values(), ALIASES)
 def test_arguments_may_share_memory(step: Callable[..., Any]) -> None:
     apart = [(X[i][:-1].copy(), X[i + 5][1:].copy()) for i in range(5)]
     same = [(array, array) for array in X[10:15, :5].copy()]
@@ -62,7 +62,7 @@ def test_arguments_may_share_memory(step: Callable[..., Any]) -> None:
     compare(lambda: step, [*same, *apart, *same], eager=11)
 
 
-@pytest.mark.parametrize("is_first", [False, True])
+@for_each("is_first", [False, True])
 def test_argument_may_be_a_parameter(is_first: bool) -> None:
     def make() -> Any:
         weight = fl.param(np.arange(4.0))
@@ -206,7 +206,7 @@ class Trained:
         return iter((self.model, self.optimizer))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "kind", [lambda *parts: parts, lambda *parts: Trained(model=parts[0], optimizer=parts[1])]
 )
 def test_objects_in_arguments_are_state(kind: Callable[..., Any]) -> None:

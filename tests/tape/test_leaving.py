@@ -204,7 +204,7 @@ def test_varying_steps_report_the_reason(step: Any, calls: list[Any], reason: st
 # Errors -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [(), (fl.nn.Dropout(0.5),)])
+@for_each("layers", [(), (fl.nn.Dropout(0.5),)])
 def test_value_checks_raise_in_replays(layers: tuple[Any, ...]) -> None:
     criterion = fl.nn.CategoricalCrossEntropy()
 

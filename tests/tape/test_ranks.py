@@ -16,7 +16,6 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.parallel import fully_sharded, functional
 from tests.distributed.harness import run_outcomes, run_ranks
-from tests.launch.launcher import launch, write
 from tests.tables import for_each
 from tests.tape.steps import assert_same_bits, compare, regression, training
 
@@ -462,57 +461,3 @@ def test_profile_of_a_replay_has_its_collectives(size: int, tmp_path: Path, pool
     path = tmp_path / f"{size}.json"
     pool(size, params={"BACKEND": "shm"}).run(profile_replays, str(path))
     assert "all_reduce" in path.read_text(encoding="utf-8")
-
-
-# Trains from the last checkpoint. A rank kills itself before it replays step 12.
-PROGRAM = """
-import os, signal, sys
-import numpy as np
-import flashlight_py as fl
-
-folder, is_captured = sys.argv[1], sys.argv[2] == "captured"
-fl.distributed_init()
-fl.set_seed(0)
-layers = fl.nn.Linear(4, 9), fl.nn.ReLU(), fl.nn.Dropout(0.2), fl.nn.Linear(9, 1)
-model = fl.nn.Sequential(*layers)
-fl.broadcast_parameters(model)
-fl.distribute_module_grads(model)
-optimizer = fl.optim.AdamOptimizer(model.params(), 0.01)
-criterion = fl.nn.MeanSquaredError()
-
-def step(x, y):
-    optimizer.zero_grad()
-    criterion(model(fl.input(x)), fl.no_grad(y)).backward()
-    optimizer.step()
-
-if is_captured:
-    step = fl.capture(step)
-checkpoint = fl.load(folder, module=model, optimizer=optimizer, rng=True)
-first = 0 if checkpoint is None else checkpoint.step
-is_again = os.environ["FLASHLIGHT_RESTART_COUNT"] != "0"
-assert is_again == (is_captured and first == 10)
-for number in range(first, 20):
-    random = np.random.default_rng([fl.get_world_rank(), number])
-    if is_captured and number == 12 and fl.get_world_rank() == 1 and not is_again:
-        assert step.replays == 11
-        os.kill(os.getpid(), signal.SIGKILL)
-    step(random.random((5, 4), np.float32), random.random((5, 1), np.float32))
-    if number == 9:
-        fl.save(folder, module=model, optimizer=optimizer, rng=True, step=10)
-assert not is_captured or step.replays == 9
-if fl.get_world_rank() == 0:
-    np.savez(f"{folder}.npz", **model.state_dict())
-"""
-
-
-@pytest.mark.slow
-def test_restarted_job_captures_again(tmp_path: Path) -> None:
-    script = write(tmp_path, PROGRAM)
-    results = []
-    for method in ("eager", "captured"):
-        done = launch("-n", 2, "--max-restarts", 1, script, tmp_path / method, method)
-        assert done.returncode == 0, done.stderr
-        assert ("was killed by SIGKILL" in done.stderr) == (method == "captured")
-        with np.load(f"{tmp_path / method}.npz") as saved:
-            results.append({name: saved[name].tobytes() for name in saved.files})
-    assert results[0] == results[1]

@@ -269,7 +269,7 @@ def test_meters_are_part_of_the_state() -> None:
     compare(of_meters, X, change)
 
 
-@pytest.mark.parametrize("make", [returned_gradients, of_any_object_that_is_named])
+@for_each("make", [returned_gradients, of_any_object_that_is_named])
 def test_returned_arrays_are_not_overwritten(make: Callable[[], Any]) -> None:
     calls = [x if number % 7 < 5 else x[:, :1] for number, x in enumerate(X)]
     captured = compare(make, calls, named=True, eager=None, stays=True)
