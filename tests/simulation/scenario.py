@@ -114,6 +114,7 @@ def native_stood_in_for() -> Iterator[None]:
     stand_ins: dict[tuple[Any, str], Any] = {
         (joining, "ShmBackend"): _JoinedByMemory,
         (joining, "GlooBackend"): _JoinedByNetwork,
+        (joining, "GlooPart"): lambda _, store, __: Joined(store.rank, store.size),
         (joining, "HierarchicalBackend"): lambda rank, hosts, inside, between, flat, *_: Joined(
             rank, flat.size
         ),
