@@ -65,6 +65,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("_version", "errors", "device", "interfaces", "libraries", "_native"),
         *("distributed", "launch"),
     ),
+    # The plugin uses the package as a test does.
+    "testing": ("", "errors", "distributed", "launch"),
     # Ranks of engines also import the package in the function that starts them.
     "engines": ("launch", "", "interfaces", "distributed"),
     # The program of a rank imports the package (""), like a user's script.
@@ -103,7 +105,7 @@ OPTIONAL = {
 }
 
 # Optional parts, which can be deleted with their tests and pages. The core imports them by name.
-WINGS = ("amp", "tape", "tagi", "engines", "torch", "distributed.backends.mpi")
+WINGS = ("amp", "tape", "tagi", "engines", "torch", "testing", "distributed.backends.mpi")
 
 
 def name_of(module: Path) -> str:

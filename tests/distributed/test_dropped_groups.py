@@ -181,12 +181,16 @@ def test_shutdown_closes_every_group(rank: int, size: int, tmp_path: Path, backe
         inner = fl.new_group(range(size)).new_group(range(size))  # the parent is dropped
         assert inner.all_reduce(np.ones(3))[0] == size
         fl.distributed_shutdown()
+        assert (fl.get_world_rank(), fl.get_world_size()) == (0, 1)
+        assert not fl.is_distributed_init()
+        assert fl.all_reduce(np.ones(2))[0] == 1
         return inner
 
     world(0)
     before = held()
     kept = [world(number) for number in range(1, 4)]
     assert held() == before
+    assert list(tmp_path.iterdir()) == []
     for group in kept:
         with pytest.raises(fl.errors.GroupClosedError):
             group.barrier()
