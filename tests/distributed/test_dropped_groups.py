@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.calls import fast_path
+from flashlight_py.distributed import backend as backends
 from flashlight_py.distributed.groups import membership
 from flashlight_py.parallel import functional
 from tests.distributed.conformance import on_ranks, ranks_in
@@ -37,7 +37,7 @@ def drop_groups(rank: int, size: int, count: int) -> None:
 
 def count_held(rank: int, size: int) -> tuple[int, int]:
     end = time.monotonic() + 20
-    while fast_path.dropped and time.monotonic() < end:  # their messages end without a call
+    while backends.dropped and time.monotonic() < end:  # their messages end without a call
         membership.close_dropped()
         time.sleep(0.001)
     fl.barrier()
@@ -160,7 +160,7 @@ class _Interrupted:
 
 def test_group_is_closed_later_if_its_closing_was_interrupted() -> None:
     backend, group = _Interrupted(), fl.ProcessGroup(None)
-    membership._watched[weakref.ref(group, fast_path.dropped.append)] = [backend]
+    membership._watched[weakref.ref(group, backends.dropped.append)] = [backend]
     del group
     with pytest.raises(KeyboardInterrupt):
         membership.close_dropped()
@@ -168,7 +168,7 @@ def test_group_is_closed_later_if_its_closing_was_interrupted() -> None:
     assert backend.closed == 2
     membership.close_dropped()
     assert backend.closed == 2
-    assert not fast_path.dropped
+    assert not backends.dropped
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
@@ -181,12 +181,16 @@ def test_shutdown_closes_every_group(rank: int, size: int, tmp_path: Path, backe
         inner = fl.new_group(range(size)).new_group(range(size))  # the parent is dropped
         assert inner.all_reduce(np.ones(3))[0] == size
         fl.distributed_shutdown()
+        assert (fl.get_world_rank(), fl.get_world_size()) == (0, 1)
+        assert not fl.is_distributed_init()
+        assert fl.all_reduce(np.ones(2))[0] == 1
         return inner
 
     world(0)
     before = held()
     kept = [world(number) for number in range(1, 4)]
     assert held() == before
+    assert list(tmp_path.iterdir()) == []
     for group in kept:
         with pytest.raises(fl.errors.GroupClosedError):
             group.barrier()

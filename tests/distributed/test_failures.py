@@ -172,18 +172,6 @@ def test_peer_lost_error_names_the_first_lost_rank(closes: bool) -> None:
     assert f"lost rank {0 if closes else 1} (" in outcomes[2].value
 
 
-@on_ranks(("gloo", 3), fresh=True)
-def test_peer_lost_error_names_a_rank_that_left_if_none_is_lost(rank: int, size: int) -> None:
-    group = fl.new_group(range(size))
-    group.barrier()
-    if rank == 1:
-        group.close()
-    fl.barrier()
-    if rank != 1:
-        with pytest.raises(fl.errors.PeerLostError, match=r"lost rank 1 \("):
-            group.all_to_all(np.ones(size))
-
-
 def skip_the_call(rank: int, size: int, seconds: float) -> str:
     fl.barrier()  # start of the timeouts of all ranks
     if rank == 1:
@@ -300,27 +288,6 @@ def test_wait_can_be_repeated_after_its_timeout_and_releases_the_gil(rank: int, 
     assert work.wait() is x
     assert np.all(x == size)
     assert rank != 0 or ticks > 10
-
-
-def init_many_times(rank: int, size: int, path: str, params: Any) -> int:
-    for _ in range(10):
-        fl.distributed_init(
-            fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": path, **params}
-        )
-        assert np.all(fl.all_reduce(np.ones(1000)) == size)
-        fl.distributed_shutdown()
-        assert (fl.get_world_rank(), fl.get_world_size()) == (0, 1)
-        assert not fl.is_distributed_init()
-        assert np.all(fl.all_reduce(np.ones(2)) == 1)
-    return threading.active_count()
-
-
-@pytest.mark.parametrize("backend", ["gloo", *slow("shm")])
-def test_distributed_init_works_again_after_a_shutdown(tmp_path: Any, backend: str) -> None:
-    params = {"BACKEND": backend}
-    counts = run_ranks(init_many_times, 2, str(tmp_path / "meet"), params, init=None)
-    assert list(tmp_path.iterdir()) == []
-    assert max(counts) < 4
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_distributed_init_names_the_missing_part_of_the_environment(tmp_path: Pa
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no mpi4py here')\n")
     started = {
         start("mpi", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4"): (
-            *("RendezvousError", "the environment says rank 1 of 4", "MPI has 1 rank"),
+            *("RendezvousError", "says rank 1 of 4 (OMPI_COMM_WORLD_RANK, ", "but MPI has 1 rank"),
         ),
         start("mpi", PYTHONPATH=str(tmp_path)): (
             *("BackendUnavailableError", "pip install 'flashlight-py[mpi]'"),

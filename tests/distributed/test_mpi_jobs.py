@@ -152,17 +152,6 @@ store.close()
         assert mpirun(3, script) == [f"{rank}: False" for rank in range(3)]
 
 
-def test_mpi_store_rejects_ranks_of_another_mpi() -> None:
-    """A single process of this MPI in the environment of another MPI's mpirun."""
-    environ = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
-    command = [sys.executable, "-c", IMPORTS + BEGINNING, "5.0"]
-    _, text = finish(start(command, environ))
-    assert "RendezvousError" in text
-    assert (
-        "says rank 2 of 4 (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE), but MPI has 1 rank" in text
-    )
-
-
 def test_mpi_store_accepts_a_world_of_its_mpi() -> None:
     declared = LaunchEnvironment("pmi", 0, 4)
     mpi_store.check_world(declared, 4)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.distributed.conformance import ranks_in, slow, world_of
+from tests.distributed.conformance import ranks_in, world_of
 from tests.distributed.oracles import VERBS, run_with_mpi
 from tests.distributed.programs import every_verb, programs, run_program
 
@@ -40,10 +40,8 @@ def test_each_verb_works_in_every_size(ranks: Any) -> None:
 
 @repeatable
 @given(data=st.data())
-@pytest.mark.parametrize(
-    ("backend", "size"),
-    [("shm", 2), *slow(("gloo", 3), ("hierarchical", 4))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "size"), [("shm", 2), ("gloo", 3), ("hierarchical", 4)])
 def test_random_programs_equal_mpi(pool: Any, backend: str, size: int, data: st.DataObject) -> None:
     ranks = pool(size, **world_of(backend, {"init": "mpi"}))
     ranks.run(run_with_mpi, data.draw(programs(size, VERBS)))

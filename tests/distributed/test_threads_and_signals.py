@@ -45,18 +45,6 @@ def until(condition: Callable[[], object]) -> None:
 
 
 @on_ranks(("shm", 2), ("gloo", 2))
-def test_two_threads_can_reduce_with_a_late_peer(rank: int, size: int) -> None:
-    arrays = [np.full(8, rank + 1.0), np.full(8, rank + 1.0)]
-    fl.barrier()
-    if rank > 0:
-        time.sleep(0.1)
-    threads = [in_thread(lambda array=array: fl.all_reduce(array))[0] for array in arrays]
-    for thread in threads:
-        thread.join(SOON)
-    assert [float(array[0]) for array in arrays] == [3.0, 3.0]
-
-
-@on_ranks(("shm", 2), ("gloo", 2))
 def test_all_reduce_multiple_works_while_another_thread_calls(rank: int, size: int) -> None:
     """Native code leaves the rest of a list to Python if a call of the thread is pending."""
     lists = [[np.ones(3) for _ in range(20)] for _ in range(100)]
