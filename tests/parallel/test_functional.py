@@ -19,7 +19,7 @@ from tests.tables import for_each
 
 D = fl.functional
 
-SEVERAL = [("gloo", 3), ("shm", 2)]
+SEVERAL = [("gloo", 2), ("shm", 3)]
 WORLDS = [("single", 1), *SEVERAL]
 
 

@@ -78,6 +78,7 @@ def test_ctrl_c_is_raised_while_workers_are_dropped(
     end_dropped()
 
 
+@pytest.mark.slow
 def test_threads_end_dropped_workers_once() -> None:
     """One thread ends each team, because closed descriptors may be reused by other threads."""
     models = [fl.DataParallel(Net(), nprocs=2) for _ in range(2)]

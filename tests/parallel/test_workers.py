@@ -270,6 +270,7 @@ def test_data_parallel_is_usable_after_errors_of_a_share(pair: Pair) -> None:
     assert worker_pids(pair.wrapped) <= leftovers.helpers
 
 
+@pytest.mark.slow
 def test_recompute_runs_in_every_share(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     forward = Net.forward

@@ -56,9 +56,9 @@ def unexpected(failed: dict[str, str]) -> str:
 
 @pytest.mark.timeout(400)
 def test_part_of_the_torch_suite_passes(tmp_path: Path) -> None:
-    result = ended(tmp_path, "flashlight", 2, "--every", "24")
+    result = ended(tmp_path, "flashlight", 2, "--every", "60")
     assert not unexpected(result["failed"])
-    assert len(result["passed"]) >= 8
+    assert len(result["passed"]) >= 7
 
 
 @pytest.mark.slow
