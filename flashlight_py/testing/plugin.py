@@ -138,19 +138,21 @@ class ForkedRanks:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-        if self.rank is not None and call.excinfo is not None:
-            # End the traceback at the call of this package, unless all frames are inside it.
-            frames = call.excinfo.traceback.cut(excludepath=PACKAGE)
-            call.excinfo.traceback = frames.filter(
+        if self.rank is None:
+            return (yield)
+        error = call.excinfo
+        if error is not None and not self.config.option.fulltrace:
+            # The traceback ends at the call of a verb.
+            error.traceback = error.traceback.filter(
                 lambda entry: PACKAGE not in Path(entry.path).parents
             )
         report = yield
-        if self.rank is not None and report.failed and call.excinfo is not None:
-            abort.report(call.excinfo.value)  # the other ranks raise PeerLostError at once
-            failure = Failure.of_exception(call.excinfo.value, time.monotonic())
-            lines = [
-                entry.lineno + 1 for entry in call.excinfo.traceback if entry.path == item.path
-            ]
+        if report.failed:
+            report.failure = Failure(str(report.longrepr), time.monotonic())
+        if report.failed and error is not None:
+            abort.report(error.value)  # the other ranks raise PeerLostError at once
+            failure = Failure.of_exception(error.value, time.monotonic())
+            lines = [entry.lineno + 1 for entry in error.traceback if entry.path == item.path]
             line = f"{item.path.name}:{lines[-1]} " if lines else ""
             report.failure = failure._replace(description=line + failure.description)
         return report
@@ -388,20 +390,19 @@ def report_of(item: pytest.Item, failure: Failure) -> Any:
 
 def join(reports: dict[int, Any], size: int) -> Any:
     """Return the report of the rank that failed first, with a line for each other failure."""
-    failed = {rank: report for rank, report in reports.items() if report.failed}
+    # pytest-xdist could not send the attribute.
+    failures = {k: report.__dict__.pop("failure") for k, report in reports.items() if report.failed}
     # A test that fails as expected on one rank fails as expected.
-    strict = all("XPASS(strict)" in str(report.longrepr) for report in failed.values())
-    if strict and (passed := [r for r in reports.values() if not r.failed or len(failed) == size]):
-        return min(passed, key=lambda report: report.passed)
-    failures = {rank: report.failure for rank, report in failed.items()}
-    first = first_cause(failures.items())[0]
-    report = failed[first]
-    del report.failure  # pytest-xdist could not send it
+    unexpected = {k for k, f in failures.items() if not f.description.startswith("[XPASS(strict)]")}
+    if not unexpected:
+        return min(reports.values(), key=lambda report: (report.failed, report.passed))
+    first = first_cause((k, failures[k]) for k in unexpected)[0]
+    report = reports[first]
     if crash := getattr(report.longrepr, "reprcrash", None):
         crash.message = f"rank {first}: {crash.message}"
     else:
         report.longrepr = f"rank {first} of {size} {report.longrepr}"
-    others = [f"rank {k}: {other.description}" for k, other in failures.items() if k != first]
-    heading = f"rank {first} of {size} failed first" if others else f"rank {first} of {size} failed"
+    others = [f"rank {k}: {failures[k].description}" for k in failures if k != first]
+    heading = f"rank {first} of {size} failed" + " first" * bool(others)
     report.sections.insert(0, (heading, "\n".join(others)))
     return report
