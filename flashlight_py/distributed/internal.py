@@ -20,7 +20,7 @@ from flashlight_py.distributed.calls.arrays import (
 )
 from flashlight_py.distributed.calls.call import COMPOSED, PASS_FAILED, Call, Matched
 from flashlight_py.distributed.calls.call_site import caller, hide_folder
-from flashlight_py.distributed.calls.checks import as_integer, check_integer, check_rank
+from flashlight_py.distributed.calls.checks import as_integer, bounds, check_integer, check_rank
 from flashlight_py.distributed.calls.journal import Record, leave_to_python
 from flashlight_py.distributed.calls.kinds import is_instance
 from flashlight_py.distributed.constants import LinearOp, ReduceOp

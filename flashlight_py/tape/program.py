@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from bisect import insort
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any
@@ -14,12 +16,12 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Node
-from flashlight_py.tape.arrays import KINDS, Array, Number, Recorded, RecordedScalar
+from flashlight_py.distributed.internal import bounds
+from flashlight_py.tape.arrays import Array, CannotCapture, Number, Recorded, RecordedScalar
 
-from flashlight_py.tape.arrays import items_in, map_items  # isort: skip
-from flashlight_py.tape.lowering import Group, Instruction, Loops, lowered
-from flashlight_py.tape.operands import CannotCapture, Memory, Operand, Piece, hoisted, may_raise
-from flashlight_py.tape.recording import Note, address_of, array_at, arrays_in, bounds, merged
+from flashlight_py.tape.arrays import arrays_in, items_in, map_items  # isort: skip
+from flashlight_py.tape.lowering import Group, Instruction, Loops, Memory, Operand, Piece, lowered
+from flashlight_py.tape.recording import Note, address_of, array_at, merged
 
 # Kinds of arguments, see csrc/tape/program.h.
 ARRAY_ARGUMENT, VARIABLE_ARGUMENT, VALUE_ARGUMENT, OBJECT_ARGUMENT = range(4)
@@ -94,13 +96,17 @@ class Builder:
                 return ARGUMENT_ITSELF, None, None, number, None, ()
         if is_state:
             return CONSTANT, array_or_number(result), None, 0, None, ()
-        if not is_variable:
-            return _STAND_INS[kind], None, None, *self._entry_of_result(source), ()
-        if type(result.data) not in KINDS:
+        if is_variable and not isinstance(result.data, Recorded):
             raise CannotCapture("it returns a new variable of an array that it has not computed")
-        array: Any = result.data.plain
+        array: Any = result.data.plain if is_variable else source
+        operand = memory.of(self._noted(array))
+        at = len(self._values) - 1 - operand.piece.argument  # a replay allocates the array
+        if not operand.piece.is_made or operand.piece.argument < 0:
+            (at,) = self._entries([operand])
+        if not is_variable:
+            return _STAND_INS[kind], None, None, at, array, ()
         node = Node(array.shape, array.dtype, None) if result.node else None  # type: ignore[arg-type]
-        return VARIABLE, result.calc_grad, node, *self._entry_of_result(array), ()
+        return VARIABLE, result.calc_grad, node, at, array, ()
 
     def _needed(self, notes: Sequence[Note]) -> list[Note]:
         """Return the notes with side effects, or with results that the user or other notes need.
@@ -115,17 +121,16 @@ class Builder:
             pieces = [x.piece for x in note.written]
             if needed.isdisjoint(pieces) and not (note.effect or may_raise(note)):
                 continue
-            if not _is_constant(note):
-                kept.append(note)
-                changed.update(pieces if note.changed else ())
-                needed.update([x.piece for x in note.operands])
-                continue
-            constant, made = note.function(*note.args, **note.options), note.made[0]
-            if pieces[0] in changed:
+            if _is_constant(note):
+                constant, made = note.function(*note.args, **note.options), note.made[0]
+                if pieces[0] not in changed:
+                    self._keep(pieces[0], constant)
+                    continue
                 copy = Note(np.copyto, (made, constant), {}, [], [made])
-                kept.append(self._memory.with_operands(copy))
-            else:
-                self._keep(pieces[0], constant)
+                note = self._memory.with_operands(copy)  # noqa: PLW2901
+            kept.append(note)
+            changed.update(pieces if note.changed else ())
+            needed.update([x.piece for x in note.operands])
         return kept[::-1]
 
     def _find_homes(self, called: set[Piece], written: set[Piece]) -> None:
@@ -158,23 +163,16 @@ class Builder:
                 self._owners.setdefault(operand.entry, owner)
         return tuple([operand.entry for operand in operands])
 
-    def _entry_of_result(self, array: Array) -> tuple[int, Array]:
-        operand = self._memory.of(self._noted(array))
-        if operand.piece.is_made and operand.piece.argument >= 0:  # a replay allocates it
-            return len(self._values) - 1 - operand.piece.argument, array
-        return self._entries([operand])[0], array
-
     def _view(self, value: Any) -> Any:
         """Return ``value`` for a Python call, with views of ``Piece.home`` in place of arrays."""
         if isinstance(value, Variable):
             view = self._view(value.data)
             return value if view is value.data else Variable(view)
-        operand = self._memory.of(value) if type(value) is np.ndarray else None
-        if operand is None or operand.piece.home is None:
+        piece = self._memory.of(value).piece if type(value) is np.ndarray else None
+        if piece is None or piece.home is None:
             return value
-        piece, home = operand.piece, operand.piece.home
-        begin = piece.at if piece.argument < 0 else bounds(home)[0]
-        return array_at(home, begin + address_of(value) - piece.low, value)
+        begin = piece.at if piece.argument < 0 else bounds(piece.home)[0]
+        return array_at(piece.home, begin + address_of(value) - piece.low, value)
 
     def _emit(self, group: Group) -> tuple[Any, ...]:
         if isinstance(group, Loops):
@@ -399,13 +397,50 @@ def array_or_number(value: Any) -> Any:
     return value.plain if type(value) in _STAND_INS else value
 
 
-def unwrap_result(result: Any) -> Any:
-    """Return the result of the step, with arrays and numbers in place of stand-ins."""
+_INDEXING = {operator.getitem, np.take, np.ndarray.take, np.take_along_axis, np.choose}
 
-    def change(value: Any) -> Any:
-        data: Any = value.data if type(value) is Variable else None
-        if type(data) in KINDS:
-            value.data = np.array(data.plain)
-        return array_or_number(value)
 
-    return map_items(result, change)
+def may_raise(note: Note) -> bool:
+    """Return whether ``note`` may raise, depending on values. Replays always execute it."""
+    function = note.function.args[0] if isinstance(note.function, partial) else note.function
+    if function in (np.power, operator.pow):
+        return any(array.dtype.kind in "iu" for array in note.made)
+    if function is operator.setitem:
+        return True
+    if function in _INDEXING:
+        return any(True for _ in arrays_in(note.args[1:]))
+    return getattr(note.function, "__module__", None) == "numpy.linalg"
+
+
+def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
+    """Move conditions before changes. Return notes, and whether a replay may stop at a condition.
+
+    A replay stops if a condition fails, for example for an invalid label. Until then it has changed
+    nothing, so the step can run eagerly. A check by ``structure.require_all`` may need values that
+    the step changes, such as drawn indices. Then the check keeps its place, and raises its error in
+    replays. Other conditions that need changed values raise CannotCapture.
+    """
+    notes = memory.recording.notes
+    end = max((at for at, note in enumerate(notes, 1) if note.required is not None), default=0)
+    first: list[Note] = []
+    late: list[Note] = []
+    changed: dict[Piece, list[Operand]] = {}
+    for note in notes[:end]:
+        is_condition = note.required is not None
+        if (is_condition or not (note.effect or note.changed)) and not any(
+            x.overlaps(other) for x in note.operands for other in changed.get(x.piece, ())
+        ):
+            first.append(note)
+            continue
+        has_changes = any(x.effect for x in late) or any(not p.is_made for p in changed)
+        is_late = is_condition and has_changes
+        if is_late and note.function is np.all:
+            raise CannotCapture(
+                "a value is checked after a change of state, so a failed check could not restart "
+                "the step"
+            )
+        late.append(memory.with_operands(replace(note, required=None)) if is_late else note)
+        for operand in note.written:
+            changed.setdefault(operand.piece, []).append(operand)
+    may_leave = any(x.required is not None for x in (*first, *late))
+    return [*first, *late, *notes[end:]], may_leave
