@@ -172,6 +172,11 @@ PyObject* run(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* has_loop(PyObject*, PyObject* name) {
+  const char* text = PyUnicode_AsUTF8AndSize(name, nullptr);
+  return text == nullptr ? nullptr : PyBool_FromLong(own_loop(text) != nullptr);
+}
+
 PyObject* address(PyObject*, PyObject* array) {
   if (PyArray_Check(array)) return PyLong_FromVoidPtr(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array)));
   return PyErr_Format(PyExc_TypeError, "address: expected an array, got %R", array);
@@ -228,6 +233,7 @@ PyMethodDef methods[] = {
     {"find_memory", caught<find_memory>, METH_VARARGS, nullptr},
     {"same", caught<same>, METH_VARARGS, nullptr},
     {"run", caught<run>, METH_VARARGS, nullptr},
+    {"has_loop", caught<has_loop>, METH_O, "has_loop(name): return whether kernels.cc has this loop."},
     {"use_variables", caught<use_variables>, METH_VARARGS, nullptr},
     {"use_blas", caught<use_blas>, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};

@@ -126,7 +126,7 @@ class Instruction(NamedTuple):
 
 
 class Elementwise(NamedTuple):
-    """An elementwise operation. ``function`` is a ufunc or a name of ``KERNEL_NAMES``.
+    """An elementwise operation. ``function`` is a ufunc or a loop of csrc/tape/kernels.cc.
 
     ``types``: numbers of the ufunc's dtypes, or () for a kernel. The result is the last operand.
     ``numpy.add`` with two operands stands for the sum of all elements of the first.
@@ -150,14 +150,15 @@ class Elementwise(NamedTuple):
         )
 
 
+@dataclass(eq=False)
 class Loops:
     """Operations that one loop runs over the same elements.
 
     A loop with several operations has at most two dimensions.
     """
 
-    def __init__(self, dimensions: Shape, operations: list[Elementwise]) -> None:
-        self.dimensions, self.operations = dimensions, operations
+    dimensions: Shape
+    operations: list[Elementwise]
 
     @property
     def operands(self) -> list[Operand]:
@@ -263,7 +264,7 @@ class _Rules:
         return np.asarray(value, dtype)
 
     def _loops(self, function: Any, types: tuple[int, ...], *arrays: Array) -> None:
-        need(types or function in KERNEL_NAMES)
+        need(types or _tape.has_loop(function))
         if arrays[-1].size:
             dimensions, steps = _walk(arrays)
             need(len(dimensions) <= _MOST_DIMENSIONS)
@@ -527,13 +528,6 @@ _LIMITS = {f for f in (np.maximum, np.minimum) if not np.signbit(f(np.full(64, -
 _BUFFERED = 8192  # NumPy's buffer size in elements
 _POWERS = {2.0: np.square, -1.0: np.reciprocal, 0.5: np.sqrt, 1.0: np.positive}
 _INITIALS = {np.add: 0, np.multiply: 1, np.logical_and: True, np.logical_or: False}
-_FROM_INTEGERS = ("b1", "u1", "i1", "i2", "i4", "i8")
-KERNEL_NAMES = {  # kernels of csrc/tape/kernels.cc
-    *(f"cast:{a}:{b}" for a in _FROM_INTEGERS for b in ("b1", "i1", "i2", "i4", "i8", "f4", "f8")),
-    *("cast:f4:f8", "cast:f8:f4", "cast:f4:b1", "cast:f8:b1"),
-    *(f"{name}:{size}" for name in ("copy", "where") for size in (1, 2, 4, 8, 16)),
-    *(f"{name}:{kind}" for name in ("maximum", "minimum") for kind in ("f4", "f8")),
-}
 _COPY = (np.array, np.copy, np.ndarray.astype, np.ndarray.copy)
 _RULES: dict[Any, Callable[[_Rules, Note], None]] = {
     **dict.fromkeys(_COPY, _Rules.copy_of_first),

@@ -56,9 +56,10 @@ class Builder:
 
     def describe(self, names: tuple[str, ...], state: Any, bindings: list[Any]) -> tuple[Any, ...]:
         """Return the program for csrc/tape/program.cc, or raise CannotCapture."""
-        notes, may_leave = hoisted(self._memory)
+        notes = hoisted(self._memory)
         # If a replay may stop at a condition, it must not overwrite gradients: they are not lent.
-        memory, grads, lend = self._memory, [*self._kept], not may_leave
+        lend = all(note.required is None for note in notes)
+        memory, grads = self._memory, [*self._kept]
         notes = self._needed(notes)
         groups = lowered(notes, memory)
         calls = [group for group in groups if isinstance(group, Note)]
@@ -261,20 +262,19 @@ class Arena:
         self._strips: dict[Piece, int] = {}  # from a piece to the number of its strip
         self._strip_size = 0  # bytes
         uses: dict[Piece, list[int]] = {}  # first and last instruction that use a piece
-        for when, group in enumerate(groups):
-            for operand in group.operands:
-                uses.setdefault(operand.piece, [when, when])[1] = when
-        for piece in returned:
-            uses.setdefault(piece, [len(groups)] * 2)[1] = len(groups)
+        used = [*([x.piece for x in group.operands] for group in groups), returned]
+        for when, pieces in enumerate(used):
+            for piece in pieces:
+                uses.setdefault(piece, [when, when])[1] = when
         self._uses = {piece: span for piece, span in uses.items() if piece.is_placed_freely()}
         self._large = {piece for piece in self._uses if piece.array.nbytes >= _LARGE}
         for when, group in enumerate(groups if self._large else ()):
             if isinstance(group, Loops) and len(group.operations) > 1:
                 self._share(group, when)
         self.since = {id(piece.home): uses.get(piece, [0])[0] for piece in grads}
-        lent = grads if lend else ()
-        large = [p for p in lent if p.home.nbytes >= _LARGE and p.home.flags.c_contiguous]
-        self._assign(sorted([(uses.get(p, [0])[0], id(p), p.home) for p in large]))
+        homes = [piece.home for piece in grads if lend and piece.home.nbytes >= _LARGE]
+        lent = [home for home in homes if home.flags.c_contiguous]
+        self._assign(sorted(lent, key=lambda home: self.since[id(home)]))
 
     def _share(self, group: Loops, when: int) -> None:
         """Select large arrays that need only one strip, or can use the memory of another array.
@@ -322,14 +322,14 @@ class Arena:
             used = [piece for piece in dict.fromkeys(pieces) if piece in self._strips]
             free += [self._strips[piece] for piece in used if last[piece] == index]
 
-    def _assign(self, lent: list[tuple[int, int, Any]]) -> None:
-        """Assign memory to each piece, largest first: room in ``lent`` arrays, or new memory."""
-        homes = [array for _, _, array in lent]
+    def _assign(self, homes: list[Array]) -> None:
+        """Assign memory to each piece, largest first: room in ``homes``, or new memory."""
         rooms: list[list[Part]] = []
-        for since, _, array in lent:
+        for array in homes:
             end = address_of(array) + array.nbytes - _begin(array)
-            rooms.append([(0, end, since, _ALWAYS), (end, _ALWAYS, 0, _ALWAYS)])
+            rooms.append([(0, end, self.since[id(array)], _ALWAYS), (end, _ALWAYS, 0, _ALWAYS)])
         rooms.append([])
+        new = len(homes)  # number of the new memory in ``rooms``
         places: dict[Piece, tuple[int, int]] = {}
         slots: dict[int, list[tuple[int, int]]] = {}  # by size: heap of (last use, offset)
         end = 0
@@ -341,14 +341,14 @@ class Arena:
                 number, at = next(pair for pair in candidates if pair[1] < _ALWAYS)
                 insort(rooms[number], (at, at + size, first, last))
             else:  # a slot has room for one small piece
-                slot, number = slots.setdefault(size, []), len(lent)
+                slot, number = slots.setdefault(size, []), new
                 at = heappop(slot)[1] if slot and slot[0][0] < first else end
                 heappush(slot, (last, at))
             places[piece] = number, at
-            end = max(end, at + size) if number == len(lent) else end
+            end = max(end, at + size) if number == new else end
         for piece, strip in self._strips.items():
             piece.is_strip = True
-            places[piece] = len(lent), end + strip * self._strip_size
+            places[piece] = new, end + strip * self._strip_size
         size = end + self._strip_size * (1 + max(self._strips.values(), default=-1))
         homes.append(np.zeros(size + _LINE, np.uint8))
         begins = list(map(_begin, homes))
@@ -412,8 +412,8 @@ def may_raise(note: Note) -> bool:
     return getattr(note.function, "__module__", None) == "numpy.linalg"
 
 
-def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
-    """Move conditions before changes. Return notes, and whether a replay may stop at a condition.
+def hoisted(memory: Memory) -> list[Note]:
+    """Return the notes, with conditions before changes.
 
     A replay stops if a condition fails, for example for an invalid label. Until then it has changed
     nothing, so the step can run eagerly. A check by ``structure.require_all`` may need values that
@@ -442,5 +442,4 @@ def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
         late.append(memory.with_operands(replace(note, required=None)) if is_late else note)
         for operand in note.written:
             changed.setdefault(operand.piece, []).append(operand)
-    may_leave = any(x.required is not None for x in (*first, *late))
-    return [*first, *late, *notes[end:]], may_leave
+    return [*first, *late, *notes[end:]]

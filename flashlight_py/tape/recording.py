@@ -154,7 +154,7 @@ class Recording(Watcher):
         self.constants: list[Any] = []  # dtype, shape and bytes of each constant
         self.lines: list[str] = []  # for each constant, the line that uses it
         self.stand_ins: list[weakref.ref[Any]] = []
-        self.begun: list[Later] = []
+        self.pending: set[Later] = set()  # started operations that the step has not waited for
         self._draws, self._swap, self._names = Draws(), swap, names
         self._spans = spans_of(before)
 
@@ -167,7 +167,7 @@ class Recording(Watcher):
         self._draws.recording = None
         for stand_in in [stand_in for ref in self.stand_ins if type(stand_in := ref()) in KINDS]:
             keep(stand_in, None)  # the next recording numbers memory anew
-        if any(work.is_pending for work in self.begun):
+        if self.pending:
             self.leave("the step does not wait for an operation that it starts,")
 
     def drawing(self, generator: Any) -> Draws:
@@ -473,10 +473,9 @@ class Later(Work):
     def __init__(
         self, recording: Recording, work: Work, again: RepeatedCalls, args: Any, changed: Any
     ) -> None:
-        self._recording, self._work, self._changed = recording, work, changed
-        self._again, self.is_pending = again, True
+        self._recording, self._work, self._again, self._changed = recording, work, again, changed
         recording.effect(again.start, args, changed=changed)
-        recording.begun.append(self)
+        recording.pending.add(self)
 
     def is_completed(self) -> bool:
         if thread_state.recorder is self._recording:
@@ -489,7 +488,7 @@ class Later(Work):
         if thread_state.recorder is not recording:  # the recording has ended
             return self._work.wait(timeout)
         result = recording.without(lambda: self._work.wait(timeout))
-        self.is_pending = False
+        recording.pending.discard(self)
         wait = lambda: again.work.wait(timeout)  # noqa: E731
         return recording.effect(wait, result=result, changed=self._changed)
 

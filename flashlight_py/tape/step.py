@@ -366,8 +366,9 @@ class _Call:
     def released(self) -> Any:
         """Return the result of the step, and replace all stand-ins by their arrays."""
         for value in items_in(self._result):
-            if type(value) is Variable and isinstance(value.data, Recorded):
-                value.data = np.array(value.data.plain)
+            data: Any = value.data if type(value) is Variable else None
+            if isinstance(data, Recorded):
+                value.data = np.array(data.plain)
         result, self._result = map_items(self._result, array_or_number), None
         self._stand_ins.clear()
         stand_ins = [x for ref in self.recording.stand_ins if (x := ref()) is not None]
@@ -380,11 +381,8 @@ class _Call:
         memory = Memory(recording, self.arrays)
         kept: list[Any] = []
         bindings, returned = [], arrays_of(self._result)
-        reads = []  # gradients that the step reads before it sets them
         for variable, before in self._grads.items():
             home = now = variable.grad
-            if variable in recording.grads_read:
-                reads.append((variable, before))
             if now is not None and now is not before:
                 if any(np.may_share_memory(now, x) for x in returned):
                     home = variable.grad = now.copy(order="K")  # replays overwrite it
@@ -405,6 +403,8 @@ class _Call:
             if not (isinstance(value, Variable) and value.node)
             or overlaps(memory.touched, value.data)
         ]
+        # Gradients that the step reads before it sets them.
+        reads = [item for item in self._grads.items() if item[0] in recording.grads_read]
         state = tuple(used.values()), tuple(names), reads
         return builder.describe(tuple(self.options), state, bindings)
 
