@@ -20,7 +20,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Leaf
 from flashlight_py.device import is_cupy
 from flashlight_py.structure import changed, count, thread_state
-from flashlight_py.tape.arrays import CannotCapture, Recorded, arrays_in, items_in, map_items
+from flashlight_py.tape.arrays import CannotCapture, Recorded, arrays_in, map_items
 from flashlight_py.tape.lowering import Memory
 from flashlight_py.tape.program import Builder, array_or_number, arrays_of, empty_with_strides
 from flashlight_py.tape.recording import CtrlC, Note, Recording, are_numbers, overlaps, warn
@@ -365,11 +365,14 @@ class _Call:
 
     def released(self) -> Any:
         """Return the result of the step, and replace all stand-ins by their arrays."""
-        for value in items_in(self._result):
+
+        def represented(value: Any) -> Any:
             data: Any = value.data if type(value) is Variable else None
             if isinstance(data, Recorded):
                 value.data = np.array(data.plain)
-        result, self._result = map_items(self._result, array_or_number), None
+            return array_or_number(value)
+
+        result, self._result = map_items(self._result, represented), None
         self._stand_ins.clear()
         stand_ins = [x for ref in self.recording.stand_ins if (x := ref()) is not None]
         replace_all(stand_ins, self._stood_for)
