@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import math
 import os
 import threading
@@ -240,7 +239,6 @@ class Graphs:
         self._warm: dict[Any, int] = {}  # by argument form: structure.count after the eager run
         # Groups of the step. None before its first run.
         self._groups: list[Membership] | None = None
-        self._numbers = itertools.count(1)
         self._captures = 0
         self._changes = EveryCall(_LEAST_CAPTURES)
         self._lock = threading.RLock()
@@ -332,7 +330,7 @@ class Graphs:
             draws.state = drawn
             self._stay_eager(graph, reason)
             return self._step(*args, **options)
-        graph.number = next(self._numbers)
+        graph.number = self._captures
         graph.signature, graph.stamp = after.signature, int(count[0])
         result = graph.replay(arrays)
         pairs = [*zip(arrays, graph.inputs, strict=True)]

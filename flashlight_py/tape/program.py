@@ -352,11 +352,9 @@ class Arena:
         size = end + self._strip_size * (1 + max(self._strips.values(), default=-1))
         homes.append(np.zeros(size + _LINE, np.uint8))
         begins = list(map(_begin, homes))
-        for piece, (number, at) in places.items():
+        for piece in (*places, *self._instead):
+            number, at = places[self._placed(piece)]
             piece.home, piece.at = homes[number], begins[number] + at
-        for piece in self._instead:
-            placed = self._placed(piece)
-            piece.home, piece.at = placed.home, placed.at
 
     def _placed(self, piece: Piece) -> Piece:
         while piece in self._instead:
