@@ -183,7 +183,6 @@ class OverlapCheck:
 
 
 def bounds(array: Array) -> tuple[int, int]:
-    """Return the start and end address of the elements of ``array``."""
     if type(array) is np.ndarray:
         return _numpy_bounds(array)
     start = int(array.data.ptr if is_cupy(array) else array.ctypes.data)  # type: ignore[attr-defined]
