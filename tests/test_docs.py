@@ -24,19 +24,8 @@ from tests.launch.launcher import run
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PACKAGES = (
-    "amp",
-    "autograd",
-    "checkpoint",
-    "dataset",
-    "device",
-    "distributed",
-    "errors",
-    "meter",
-    "nn",
-    "optim",
-)
-PACKAGES += ("parallel", "parallel.functional", "tagi", "trace")
+PACKAGES = ("amp", "autograd", "checkpoint", "dataset", "device", "distributed", "errors", "meter")
+PACKAGES += ("nn", "optim", "parallel", "parallel.functional", "tagi", "trace")
 # The docstring must state the unit of parameters whose names denote durations or sizes.
 UNITS = {"timeout": "seconds", "interval": "seconds", "bytes": "bytes"}
 
@@ -173,7 +162,7 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 
 # Pages whose programs run in every test run. Programs of other pages are slow tests.
-FIRST = ("README", "quick-start")
+FIRST = ("README",)
 PROGRAMS = [
     pytest.param(program, id=f"{name}-{number}", marks=[] if name in FIRST else pytest.mark.slow)
     for name, text in [("README", README), *((page.stem, page.read_text()) for page in DOCS)]

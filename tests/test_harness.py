@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tests.distributed.harness import (
     run_survivors,
 )
 from tests.distributed.processes import is_alive
+from tests.pairwise import pairs
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -227,3 +229,11 @@ def test_leftover_segment_is_found_only_if_unused(monkeypatch: pytest.MonkeyPatc
     finally:
         segment.unlink()
     assert segment not in leftovers.segments()
+
+
+@pytest.mark.parametrize(("sizes", "most"), [((4, 3, 2), 12), ((3, 3, 3, 3), 10), ((2,) * 6, 8)])
+def test_pairs_contain_any_two_values_of_two_lists(sizes: tuple[int, ...], most: int) -> None:
+    rows = pairs(*map(range, sizes))
+    for a, b in combinations(range(len(sizes)), 2):
+        assert {(row[a], row[b]) for row in rows} == set(product(range(sizes[a]), range(sizes[b])))
+    assert len(rows) <= most

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import runpy
@@ -30,31 +31,24 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": ("tracebacks",),
     "device": ("errors",),
     "structure": (),
+    "checks": (),
+    "names": (),
     "cores": (),
     "system": (),
     "interfaces": ("system",),
-    "random": (*FRAMEWORK[:2], "structure"),
+    "random": (*FRAMEWORK[:2], "checks", "structure"),
     "kernels": FRAMEWORK[:2],
     "erf": ("device",),
-    "autograd": (*FRAMEWORK[:4], "erf", "structure", "libraries", "_native"),
+    "autograd": (*FRAMEWORK[:4], "erf", "names", "structure", "libraries", "_native"),
     "safetensors": ("errors", "device"),
-    "nn": (*FRAMEWORK[:5], "structure", "safetensors"),
-    "optim": (*FRAMEWORK[:6], "structure", "_native"),
-    "dataset": ("errors", "device", "random", "cores"),
+    "nn": (*FRAMEWORK[:5], "checks", "names", "structure", "safetensors"),
+    "optim": (*FRAMEWORK[:6], "checks", "names", "structure", "_native"),
+    "dataset": ("errors", "device", "random", "cores", "names"),
     "meter": ("device", "kernels", "structure"),
     "distributed.rendezvous": ("errors", "interfaces", "system"),
     "distributed": (
-        *(
-            "errors",
-            "tracebacks",
-            "device",
-            "cores",
-            "interfaces",
-            "libraries",
-            "_native",
-            "system",
-        ),
-        "structure",
+        *("errors", "tracebacks", "device", "checks", "cores", "interfaces", "libraries"),
+        *("names", "_native", "system", "structure"),
     ),
     "libraries": (),
     "tape": (*FRAMEWORK, "meter", "distributed", "parallel", "libraries", "structure", "_native"),
@@ -71,6 +65,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("_version", "errors", "device", "interfaces", "libraries", "_native"),
         *("distributed", "launch"),
     ),
+    # The plugin uses the package as a test does.
+    "testing": ("", "errors", "distributed", "launch"),
     # Ranks of engines also import the package in the function that starts them.
     "engines": ("launch", "", "interfaces", "distributed"),
     # The program of a rank imports the package (""), like a user's script.
@@ -109,7 +105,7 @@ OPTIONAL = {
 }
 
 # Optional parts, which can be deleted with their tests and pages. The core imports them by name.
-WINGS = ("amp", "tape", "tagi", "engines", "torch", "distributed.backends.mpi")
+WINGS = ("amp", "tape", "tagi", "engines", "torch", "testing", "distributed.backends.mpi")
 
 
 def name_of(module: Path) -> str:
@@ -133,7 +129,9 @@ def imported(tree: ast.AST, by_name: bool = True) -> Iterator[tuple[int, str]]:
     beginning ends with "*".
     """
     for node in ast.walk(tree):
-        if by_name and isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+        called = node.func if isinstance(node, ast.Call) else None
+        if by_name and getattr(called, "attr", getattr(called, "id", "")) == "import_module":
+            assert isinstance(node, ast.Call)
             text = ast.unparse(node.args[0]).strip("f'")
             if not text.startswith("{"):
                 yield node.lineno, re.sub(r"\{.*", "*", text)
@@ -143,6 +141,11 @@ def imported(tree: ast.AST, by_name: bool = True) -> Iterator[tuple[int, str]]:
             assert node.level == 0, f"line {node.lineno}: write imports with the full name"
             # In `from package import name`, the name may be a module.
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+@functools.cache
+def imports_of(module: Path, by_name: bool = True) -> list[tuple[int, str]]:
+    return list(imported(ast.parse(module.read_text()), by_name))
 
 
 def imported_at_once(node: ast.AST) -> Iterator[tuple[int, str]]:
@@ -166,7 +169,7 @@ def test_imports_follow_the_layers() -> None:
         rule = rule_for(name)
         assert rule is not None, f"{name} has no place in the house; give it one in MAY_IMPORT"
         allowed = (rule, *MAY_IMPORT[rule])
-        for line, full_name in imported(ast.parse(module.read_text())):
+        for line, full_name in imports_of(module):
             target = full_name.removeprefix("flashlight_py").lstrip(".")
             is_ours = within(full_name, "flashlight_py")
             if is_ours and not any(within(target, part) for part in allowed):
@@ -186,7 +189,7 @@ def test_layers_inside_a_package_import_downward(package: str) -> None:
             continue
         assert inside[1] in order, f"{package}.{inside[1]} has no place in LAYERS"
         above = order[order.index(inside[1]) + 1 :]
-        for line, target in imported(ast.parse(module.read_text())):
+        for line, target in imports_of(module):
             if any(within(target, f"flashlight_py.{package}.{part}") for part in above):
                 wrong.append(f"{module.relative_to(ROOT)}:{line}: {target} is above {inside[1]}")
     assert not wrong, "\n".join(wrong)
@@ -199,7 +202,7 @@ def test_code_outside_distributed_uses_its_public_names_and_one_module() -> None
         f"{module.relative_to(ROOT)}:{line}: take {target} from distributed.internal"
         for module in MODULES
         if not within(name_of(module), "distributed")
-        for line, target in imported(ast.parse(module.read_text()))
+        for line, target in imports_of(module)
         if within(target, "flashlight_py.distributed") and target not in allowed
         if not within(target, "flashlight_py.distributed.internal")
     ]
@@ -210,7 +213,7 @@ def test_core_does_not_import_optional_packages() -> None:
     named = [
         f"{module.relative_to(ROOT)}:{line}: {target}"
         for module in MODULES
-        for line, target in imported(ast.parse(module.read_text()), by_name=False)
+        for line, target in imports_of(module, by_name=False)
         for wing in WINGS
         if within(target, f"flashlight_py.{wing}") and not within(name_of(module), wing)
     ]

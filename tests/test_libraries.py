@@ -24,5 +24,5 @@ assert len([*libraries.loaded_libraries("copy_of_a_library")]) == len(sys.argv) 
 
 
 def test_loaded_libraries_works_while_another_thread_loads(tmp_path: Path) -> None:
-    files = [shutil.copy(_ctypes.__file__, tmp_path / f"copy_of_a_library{n}") for n in range(300)]
+    files = [shutil.copy(_ctypes.__file__, tmp_path / f"copy_of_a_library{n}") for n in range(100)]
     subprocess.run([sys.executable, "-c", OPENS_AND_LISTS, *files], timeout=60, check=True)

@@ -91,7 +91,7 @@ train()
 """
 
 
-@pytest.mark.parametrize("full", ["0", "1"])
+@pytest.mark.parametrize("full", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_uncaught_exception_is_printed_folded(full: str) -> None:
     env = {"PATH": "", "FLASHLIGHT_ALONE": "1", "FLASHLIGHT_FULL_TRACEBACK": full}
     done = run([sys.executable, "-c", PROGRAM], env=env)
@@ -108,6 +108,7 @@ fl.spawn(train, nprocs=2)
 """
 
 
+@pytest.mark.slow
 def test_failed_rank_prints_few_lines_in_a_notebook(tmp_path: Path) -> None:
     pytest.importorskip("IPython")
     pytest.importorskip("cloudpickle")

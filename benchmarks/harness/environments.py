@@ -66,6 +66,16 @@ PEERS: dict[str, Peer] = {
         index=TORCH_INDEX,
     ),
     "jax": Peer("JAX", "jax", ("numpy>=2.2.5,<3", "jax[cpu]"), ("jax",)),
+    **{
+        name: Peer(
+            name,
+            name,
+            (*_MPI4PY, "mpich>=5", "pytest-timeout", name),
+            ("mpich", name),
+            "mpich",
+        )
+        for name in ("mpi-pytest", "pytest-isolate-mpi")
+    },
     # The wheel is linked with NCCL and with the C++ bindings of Open MPI 4, which later versions
     # lack.
     "pytagi": Peer(

@@ -10,6 +10,8 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
+from tests.pairwise import pairs
+from tests.tables import for_each
 
 HALVES = ("float16", "bfloat16")
 LABELS = np.array([0, 2])
@@ -58,9 +60,9 @@ def inputs(dtype: Any) -> tuple[fl.Variable, fl.Variable]:
     return tuple(fl.param(random.random(n).astype(dtype)) for n in ((2, 3), (3, 3)))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("dtype", ["half", "float32", "float64"])
-@pytest.mark.parametrize(("name", "function", "made"), POLICY, ids=[row[0] for row in POLICY])
+@for_each("half", HALVES)
+@for_each("dtype", ["half", "float32", "float64"])
+@for_each("name function made", POLICY)
 def test_autocast_selects_the_documented_dtypes(
     name: str, function: Any, made: str, dtype: str, half: str
 ) -> None:
@@ -183,15 +185,15 @@ def train(model: Any, half: str | None, captured: str = "", steps: int = 5) -> l
         return [float(run(*batch()).scalar()) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("half", HALVES)
+@for_each("half", HALVES)
 def test_training_under_autocast_reduces_the_loss(half: str) -> None:
     mixed, exact = train(model_of(), half), train(model_of(), None)
     assert mixed != exact
     np.testing.assert_allclose(mixed, exact, atol=0.02)
 
 
-@pytest.mark.parametrize("captured", ["inside", "around"])
-@pytest.mark.parametrize("half", HALVES)
+@for_each("captured", ["inside", "around"])
+@for_each("half", HALVES)
 def test_captured_step_may_enter_autocast(half: str, captured: str) -> None:
     assert train(model_of(), half, captured) == train(model_of(), half)
 
@@ -206,7 +208,7 @@ def test_captured_step_is_recorded_per_region() -> None:
     assert results == ["float32", "float16"] * 4
 
 
-@pytest.mark.parametrize("half", HALVES)
+@for_each("half", HALVES)
 def test_recompute_uses_the_dtype_of_the_region(half: str) -> None:
     one, other = model_of(), model_of(recomputed=True)
     assert train(one, half) == train(other, half)
@@ -233,8 +235,7 @@ def on_ranks(rank: int, size: int, half: str, sharded: bool) -> Any:
     return scaler.state_dict(), {n: np.array(a) for n, a in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-@pytest.mark.parametrize("half", HALVES)
+@for_each("half sharded", pairs(HALVES, [False, True]))
 def test_ranks_train_under_autocast(pool: Any, half: str, sharded: bool) -> None:
     first, second = pool(2).run(on_ranks, half, sharded)
     alone = on_ranks(0, 1, half, False)

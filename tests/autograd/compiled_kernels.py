@@ -171,7 +171,17 @@ def folder() -> Path:
 def load(source: str) -> Any:
     """Compile C++ ``source`` and return its function ``run``."""
     library = folder() / f"{len(list(folder().iterdir()))}.so"
-    command = ["c++", "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
+    # The headers of C++17 are compiled in half of the time.
+    standard = "c++20" if "<barrier>" in source else "c++17"
+    command = [
+        "c++",
+        f"-std={standard}",
+        "-O1",
+        "-ffp-contract=off",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+    ]
     command += ["-x", "c++", "-", "-o", str(library)]
     subprocess.run(command, input=source, text=True, check=True)
     run = ctypes.CDLL(str(library)).run

@@ -12,6 +12,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py import _native
+from tests.tables import for_each
 
 MB = 1 << 20
 LIMIT = 32 * MB
@@ -97,7 +98,7 @@ def test_block_is_not_reused_while_a_view_exists(kept_bytes: KeptBytes) -> None:
     del view, others
 
 
-@pytest.mark.parametrize("size", [100, 20_000, 200_000, 40 * MB])
+@for_each("size", [100, 20_000, 200_000, 40 * MB])
 def test_arrays_in_cached_blocks_behave_like_other_arrays(kept_bytes: KeptBytes, size: int) -> None:
     run_passes(1)
     for _ in range(2):  # the second pass reuses blocks with other values

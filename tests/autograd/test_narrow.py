@@ -4,104 +4,58 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import pytest
 
 from flashlight_py.autograd import functions as F
-from flashlight_py.autograd import input, param
-from flashlight_py.autograd.variable import Variable
+from flashlight_py.autograd import param
 from flashlight_py.optim import clip_grad_norm
+from tests.tables import for_each
 
 COUNT = 70_000  # above the largest float16
 MANY = 5_000  # above the largest float16 integer n with n + 1 != n
-
-
-narrow: np.dtype[Any] = np.dtype(np.float16)
-
-
-@pytest.fixture(params=[np.float16, ml_dtypes.bfloat16], autouse=True)
-def _dtype(request: pytest.FixtureRequest) -> None:
-    global narrow  # noqa: PLW0603 - of all tests here
-    narrow = np.dtype(request.param)
+DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+LABELS = np.zeros(COUNT, np.int64)
 
 
 def ones(*shape: int) -> np.ndarray:
-    return np.ones(shape, narrow)
+    return np.ones(shape, np.float16)
 
 
-def check(leaf: Variable, expected: float) -> None:
-    """Check that every element of the gradient is ``expected``, rounded once."""
-    assert leaf.grad.dtype == narrow
-    assert np.all(leaf.grad == narrow.type(expected))
-    assert narrow.type(expected) != 0
+ALTERNATING = ones(COUNT)
+ALTERNATING[::2] = -1
+# Functions, inputs, and the value and gradients that are expected after one rounding.
+LARGE: dict[str, tuple[Any, tuple[np.ndarray, ...], float, tuple[Any, ...]]] = {
+    "mean": (F.mean, (ones(COUNT),), 1, (1 / COUNT,)),
+    "mean of an axis": (lambda x: F.mean(x, 0), (ones(COUNT),), 1, (1 / COUNT,)),
+    "sum": (lambda x: F.sum(x, 0), (ones(MANY, 2),), MANY, (1,)),
+    "sum of a broadcast": (
+        lambda x, bias: F.sum(x + bias, 0), (ones(MANY, 2), ones(2)), 2 * MANY, (1, MANY)),
+    "linear": (F.linear, (ones(MANY, 1), ones(2, 1), ones(2)), 2, (2, MANY, MANY)),
+    "mean_squared_error": (
+        F.mean_squared_error, (2 * ones(COUNT), ones(COUNT)), 1, (2 / COUNT, -2 / COUNT)),
+    "cross_entropy": (lambda x: F.categorical_cross_entropy(x, LABELS), (-2 * ones(COUNT, 1),), 2,
+        (-1 / COUNT,)),
+    "var": (F.var, (ALTERNATING,), 1, (2 / COUNT * ALTERNATING.astype(float),)),
+    "max": (F.max, (ones(COUNT),), 1, (1 / COUNT,)),
+    "min": (F.min, (ones(COUNT),), 1, (1 / COUNT,)),
+    "softmax": (lambda x: F.softmax(x, 0), (0 * ones(MANY, 2),), 1 / MANY, (0,)),
+    "log_softmax": (lambda x: F.log_softmax(x, 0), (0 * ones(MANY, 2),), -np.log(MANY), (0,)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("axis", [None, 0])
-def test_mean_gradient_is_computed_in_float32(axis: int | None) -> None:
-    x = param(ones(COUNT))
-    result = F.mean(x, axis)
-    assert result.array == 1
-    result.backward()
-    check(x, 1 / COUNT)
-
-
-def test_sums_are_computed_in_float32() -> None:
-    x, bias = param(ones(MANY, 2)), param(ones(2))
-    total = F.sum(x, 0)
-    assert total.dtype == narrow
-    assert np.all(total.array == narrow.type(MANY))
-    F.sum(x + bias, 0).backward(ones(2))
-    check(bias, MANY)
-
-
-def test_bias_gradient_is_summed_in_float32() -> None:
-    weight, bias = param(ones(2, 1)), param(ones(2))
-    F.linear(input(ones(MANY, 1)), weight, bias).backward(ones(MANY, 2))
-    check(bias, MANY)
-    check(weight, MANY)
-
-
-def test_mean_squared_error_is_computed_in_float32() -> None:
-    prediction, target = param(2 * ones(COUNT)), param(ones(COUNT))
-    loss = F.mean_squared_error(prediction, target)
-    assert loss.dtype == narrow
-    assert loss.array == 1
-    loss.backward()
-    check(prediction, 2 / COUNT)
-    check(target, -2 / COUNT)
-
-
-def test_cross_entropy_is_computed_in_float32() -> None:
-    logs = param(-2 * ones(COUNT, 1))
-    loss = F.categorical_cross_entropy(logs, input(np.zeros(COUNT, np.int64)))
-    assert loss.array == 2
-    loss.backward()
-    check(logs, -1 / COUNT)
-
-
-def test_variance_is_computed_in_float32() -> None:
-    array = ones(COUNT)
-    array[::2] = -1
-    x = param(array)
-    result = F.var(x)
-    assert result.array == 1
-    result.backward()
-    np.testing.assert_allclose(x.grad, 2 / COUNT * array.astype(float), rtol=1e-2)
-
-
-def test_extrema_share_gradients_in_float32() -> None:
-    for function in (F.max, F.min):
-        x = param(ones(COUNT))
-        function(x).backward()
-        check(x, 1 / COUNT)
-
-
-def test_softmax_is_computed_in_float32() -> None:
-    x = param(0 * ones(MANY, 2))
-    F.softmax(x, 0).backward(ones(MANY, 2))
-    assert np.all(F.softmax(x, 0).array == narrow.type(1 / MANY))
-    logs = F.log_softmax(x, 0).array.astype(float)
-    np.testing.assert_allclose(logs, -np.log(MANY), rtol=4e-3)
-    assert np.abs(x.grad).max() < 1e-6
+@for_each("dtype", DTYPES)
+@for_each("name", LARGE)
+def test_large_arrays_are_computed_in_float32_and_rounded_once(name: str, dtype: Any) -> None:
+    function, arrays, value, slopes = LARGE[name]
+    variables = [param(array.astype(dtype)) for array in arrays]
+    result = function(*variables)
+    result.backward(np.ones_like(result.array))
+    rtol = {"log_softmax": 4e-3, "var": 1e-2}.get(name, 0)
+    atol = 1e-6 if name.endswith("softmax") else 0  # of gradients that are 0
+    results = result.array, *(variable.grad for variable in variables)
+    for array, expected in zip(results, (value, *slopes), strict=True):
+        assert array.dtype == dtype
+        rounded = np.broadcast_to(np.asarray(expected).astype(dtype).astype(float), array.shape)
+        np.testing.assert_allclose(array.astype(float), rounded, rtol, atol)
 
 
 def test_other_dtypes_behave_as_in_numpy() -> None:
@@ -114,35 +68,37 @@ def test_other_dtypes_behave_as_in_numpy() -> None:
         assert function(integers).dtype == expected
 
 
-def test_clip_grad_norm_applies_small_factors_to_float16() -> None:
-    x = param(ones(4))
-    x.grad = np.full(4, 32_768, narrow)
+@for_each("dtype", DTYPES)
+def test_clip_grad_norm_applies_small_factors(dtype: Any) -> None:
+    x = param(ones(4).astype(dtype))
+    x.grad = np.full(4, 32_768, dtype)
     assert clip_grad_norm([x], 1e-3) == 65_536
-    check(x, 1e-3 / 2)
+    assert x.grad.dtype == dtype
+    assert np.all(x.grad == dtype.type(1e-3 / 2))
 
 
-@pytest.mark.parametrize("shapes", [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((4,), (4, 2))], ids=str)
-def test_products_are_computed_in_float32_and_rounded_once(shapes: Any) -> None:
+@for_each("dtype", DTYPES)
+@for_each("shapes", [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((4,), (4, 2))])
+def test_products_are_computed_in_float32_and_rounded_once(shapes: Any, dtype: Any) -> None:
     random = np.random.default_rng(0)
-    a, b = (random.standard_normal(shape).astype(narrow) for shape in shapes)
-    x, y = param(a), param(b)
-    wide_x, wide_y = param(a.astype(np.float32)), param(b.astype(np.float32))
-    result, wide = x @ y, wide_x @ wide_y
-    assert np.array_equal(result.array, wide.array.astype(narrow))
-    F.sum(result).backward()
-    F.sum(wide).backward()
-    for variable, other in ((x, wide_x), (y, wide_y)):
-        assert np.array_equal(variable.grad, other.grad.astype(narrow))
+    narrow = [param(random.standard_normal(shape).astype(dtype)) for shape in shapes]
+    wide = [param(variable.array.astype(np.float32)) for variable in narrow]
+    for variables in (narrow, wide):
+        F.sum(variables[0] @ variables[1]).backward()
+    assert np.array_equal((narrow[0] @ narrow[1]).array, (wide[0] @ wide[1]).array.astype(dtype))
+    for variable, other in zip(narrow, wide, strict=True):
+        assert np.array_equal(variable.grad, other.grad.astype(dtype))
 
 
-def test_dropout_keeps_the_dtype() -> None:
-    x = param(ones(3, 4))
+@for_each("dtype", DTYPES)
+def test_dropout_keeps_the_dtype(dtype: Any) -> None:
+    x = param(ones(3, 4).astype(dtype))
     result = F.dropout(x, 0.3)
     result.backward(result.array)
-    assert result.dtype == x.grad.dtype == narrow
+    assert result.dtype == x.grad.dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@for_each("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_astype_accepts_the_name_bfloat16(dtype: str) -> None:
     x = param(np.ones(2, np.float32))
     result = F.astype(x, dtype)

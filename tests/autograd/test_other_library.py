@@ -13,6 +13,7 @@ from flashlight_py.random import set_seed
 from tests.autograd.cases import CASES, Case
 from tests.cupy_stand_in import StandInArray, StandInCupy
 from tests.optim.test_optimizers import RULES
+from tests.tables import for_each
 
 # Functions that take NumPy arrays, such as labels. The training steps below test them.
 OWN_ARRAYS = "categorical", "batch_norm_given", "attention_mask"
@@ -30,7 +31,7 @@ def plain(array: Any) -> np.ndarray:
     return array.get()
 
 
-@pytest.mark.parametrize("case", STRICT_CASES, ids=[case.name for case in STRICT_CASES])
+@for_each("case", STRICT_CASES)
 def test_values_and_gradients_equal_numpy(case: Case, strict: StandInCupy) -> None:
     ours = [param(array.copy()) for array in case.arrays]
     strict_variables = [param(strict.asarray(array.copy())) for array in case.arrays]  # type: ignore[arg-type]
@@ -42,7 +43,7 @@ def test_values_and_gradients_equal_numpy(case: Case, strict: StandInCupy) -> No
         np.testing.assert_array_equal(plain(other.grad), one.grad)
 
 
-@pytest.mark.parametrize("rule", ["sgd", "nesterov", "adam_decoupled"])
+@for_each("rule", ["sgd", "nesterov", "adam_decoupled"])
 def test_training_equals_numpy(rule: str, strict: StandInCupy) -> None:
     arrays, labels = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4), np.array([0, 1, -1])
     losses: list[list[float]] = [], []
@@ -112,7 +113,7 @@ def test_mean_square_error_uses_many_blocks_for_large_arrays(
     assert [kernel.launches() for kernel in strict.kernels] == [1] * (size > 1 << 14)
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 3), (9, 3), (8, 1), (2, 5, 3)])
+@for_each("shape", [(0, 3), (3, 0), (1, 3), (9, 3), (8, 1), (2, 5, 3)])
 def test_add_bias_relu_accepts_any_shape(strict: StandInCupy, shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     product, bias = rng.standard_normal(shape), rng.standard_normal(shape[-1:])

@@ -25,9 +25,6 @@ def test_overlap_counts_simultaneous_kernels_once() -> None:
     result = overlap_of(events)
     assert list(result) == ["reducing", "computing", "both at once"]
     assert list(result.values()) == pytest.approx([40e-6, 55e-6, 15e-6])
-
-
-def test_overlap_of_an_empty_trace_is_zero() -> None:
     assert set(overlap_of([]).values()) == {0.0}
 
 

@@ -25,24 +25,17 @@ def test_direct_launch_passes_a_place_to_each_rank() -> None:
     assert places[0]["size"] == 3
     assert places[0]["options"] == {"BACKEND": "gloo"}
     assert "BACKEND=gloo" in plan.setting
+    assert plan.environment["OPENBLAS_NUM_THREADS"] == "1"
 
 
-@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
-def test_launch_uses_mpirun_of_the_environment_of_the_peer(launcher: Launcher) -> None:
-    (command,) = launched(launcher, 2).commands
+def test_launch_uses_mpirun_of_the_peer_and_makes_ranks_yield_if_they_share_cores() -> None:
+    (command,) = launched("openmpi", 2).commands
     assert command[0] == "/peer/bin/mpirun"
     assert command[command.index("-n") + 1] == "2"
-
-
-def test_launch_makes_ranks_yield_if_they_share_cores() -> None:
     assert "mpi_yield_when_idle" in launched("openmpi", 4).setting
     assert "mpi_yield_when_idle" not in launched("openmpi", 2).setting
     assert launched("mpich", 4).environment["MPIR_CVAR_POLLS_BEFORE_YIELD"] == "1"
     assert "MPIR_CVAR_POLLS_BEFORE_YIELD" not in launched("mpich", 2).environment
-
-
-def test_launch_sets_one_thread_per_rank() -> None:
-    assert launched("direct", 2).environment["OPENBLAS_NUM_THREADS"] == "1"
 
 
 @pytest.mark.parametrize(

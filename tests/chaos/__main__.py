@@ -1,24 +1,18 @@
 """``python -m tests.chaos``: many rounds of all faults, and tables of the results.
 
 Without options everything runs, which takes about a quarter of an hour on two cores. ``--backend``,
-``--verb``,
-``--fate`` and ``--seed`` select rounds. A failure prints the options that repeat it.
+``--verb``, ``--fate`` and ``--seed`` select rounds. A failure prints the options that repeat it.
 """
 
 import argparse
 import dataclasses
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 
-from tests.chaos import mpi_rounds, rounds
-from tests.chaos.rounds import FATES, Round, Verdict
+from tests.chaos import rounds
+from tests.chaos.rounds import BACKENDS, FATES, Round, Verdict
 from tests.chaos.verbs import VERBS
-from tests.distributed.rendezvous_helpers import Ranks
-
-BACKENDS = (*rounds.BACKENDS, "mpi")
 
 
 @dataclasses.dataclass
@@ -52,17 +46,13 @@ def chosen(options: argparse.Namespace) -> Iterator[Round]:
                 yield from (Round(backend, verb, fate, seed) for seed in seeds)
 
 
-def play(ranks: Ranks, game: Round) -> Verdict:
-    return mpi_rounds.play(game) if game.backend == "mpi" else rounds.play(ranks, game)
-
-
 def play_all(games: Iterator[Round]) -> list[Row]:
     """Run rounds until Ctrl-C, and return the rows of the finished rounds."""
     rows: dict[tuple[str, str], Row] = {}
     with closing(rounds.start_ranks()) as ranks:
         try:
             for game in games:
-                verdict = play(ranks, game)
+                verdict = rounds.play(ranks, game)
                 row = rows.setdefault((game.backend, game.fate), Row(game.backend, game.fate))
                 row.add(verdict)
                 if verdict.wrong:
@@ -79,40 +69,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--fate", action="append", choices=tuple(FATES))
     parser.add_argument("--seed", type=int, help="of one round of each; default: 0, 1, ...")
     parser.add_argument("--rounds", type=int, default=2, help="of each backend, verb and fate")
-    parser.add_argument("--cycles", type=int, default=1000, help="of init and shutdown; 0: none")
     return parser.parse_args(arguments)
 
 
-def tell_growth(count: int) -> bool:
-    """Print the growth of processes in ``count`` cycles; return True if there is none."""
-    grew = False
-    sys.stdout.write("| backend | cycles | more memory | more descriptors | more threads |\n")
-    sys.stdout.write("|---|---|---|---|---|\n")
-    for backend in rounds.BACKENDS:
-        with (
-            closing(rounds.start_ranks()) as ranks,
-            tempfile.TemporaryDirectory(prefix="chaos-") as folder,
-        ):
-            grown = rounds.growth(ranks, Path(folder), backend, count)
-        memory, descriptors, threads = (grown[n] for n in ("memory", "descriptors", "threads"))
-        sys.stdout.write(f"| {backend} | {count} | {memory} kB | {descriptors} | {threads} |\n")
-        grew = grew or memory > count or descriptors > 0 or threads > 0
-    return not grew
-
-
 def main(arguments: Sequence[str]) -> int:
-    options = parse(arguments)
-    is_well = True
-    if options.rounds:
-        rows = play_all(chosen(options))
-        sys.stdout.write("| backend | fate | rounds | right | noticed, median | at the latest |\n")
-        sys.stdout.write("|---|---|---|---|---|---|\n")
-        sys.stdout.write("".join(f"{row}\n" for row in rows))
-        is_well = all(row.right == row.rounds for row in rows)
-    is_choice = options.backend or options.verb or options.fate or options.seed is not None
-    if options.cycles and not is_choice:
-        is_well = tell_growth(options.cycles) and is_well
-    return 0 if is_well else 1
+    rows = play_all(chosen(parse(arguments)))
+    sys.stdout.write("| backend | fate | rounds | right | noticed, median | at the latest |\n")
+    sys.stdout.write("|---|---|---|---|---|---|\n")
+    sys.stdout.write("".join(f"{row}\n" for row in rows))
+    return 0 if all(row.right == row.rounds for row in rows) else 1
 
 
 if __name__ == "__main__":

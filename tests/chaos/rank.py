@@ -1,7 +1,6 @@
 """Program of one rank in a round of chaos: calls a verb until an event, and reports it."""
 
 import encodings.idna  # noqa: F401 - another user may not read the files of this Python
-import gc
 import itertools
 import json
 import os
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ import flashlight_py as fl
 import flashlight_py.distributed.rendezvous.tcp_store
 from tests.chaos.verbs import VERBS
 
-__all__ = ["EXIT_CODE", "PARTS", "Trap", "report"]
+__all__ = ["EXIT_CODE", "PARTS", "report"]
 
 Plan = dict[str, Any]
 EXIT_CODE = 7
@@ -38,12 +36,6 @@ def report(plan: Plan, event: str, **details: Any) -> None:
 def join(plan: Plan) -> None:
     """Initialise the world of ``plan``."""
     os.environ.update(plan["env"])
-    if plan["init"] == "mpi":
-        fl.distributed_init(fl.DistributedInit.MPI, params=plan["params"])
-        return
-    if plan["init"] == "env":
-        fl.distributed_init(fl.DistributedInit.ENV, params=plan["params"])
-        return
     params = {"FILE_PATH": plan["path"], **plan["params"]}
     fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, plan["rank"], plan["size"], params)
 
@@ -126,25 +118,6 @@ def compute(plan: Plan) -> None:
     report(plan, "computed", calls=calls, created=created)
 
 
-class Trap:
-    """An object that creates the folder ``path`` when it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (self.path,)
-
-
-def give(plan: Plan) -> None:
-    """Join, and exchange an object with the other ranks, which is a trap if the plan says so."""
-    restrict(plan)
-    join(plan)
-    fl.all_gather_object(Trap(plan["trap"]) if "trap" in plan else None)
-    fl.distributed_shutdown()
-    report(plan, "computed")
-
-
 def restrict(plan: Plan) -> list[tuple[str, int, int | None]]:
     """Become the user of the plan with its limits; return the audit hook that records created
     files."""
@@ -179,42 +152,4 @@ def _mode(path: str) -> int:
     return os.lstat(path).st_mode & 0o777
 
 
-def cycle(plan: Plan) -> None:
-    """Join and leave repeatedly; report the resources of the process after the warm-up and at the
-    end."""
-    report(plan, "started")
-    held = []
-    for number in range(1, plan["cycles"] + 1):
-        join(plan)
-        fl.all_reduce(np.ones(1000, np.float32))
-        fl.distributed_shutdown()
-        if number in (plan["warm"], plan["cycles"]):
-            held.append(holdings())
-    report(plan, "computed", held=held)
-
-
-def holdings() -> dict[str, int]:
-    """Return kilobytes of memory, descriptors and threads of this process."""
-    gc.collect()
-    status = Path("/proc/self/status").read_text()
-    fields = dict(line.split(":", 1) for line in status.splitlines())
-    memory, threads = (int(fields[name].split()[0]) for name in ("RssAnon", "Threads"))
-    return {"memory": memory, "threads": threads, "descriptors": len(os.listdir("/proc/self/fd"))}
-
-
-PARTS: dict[str, Callable[[Plan], None]] = {
-    **{"endure": endure, "compute": compute, "cycle": cycle, "give": give}
-}
-
-
-def main() -> None:
-    """Run a rank with ``mpirun``; the plan is in the environment."""
-    plan = json.loads(os.environ["CHAOS_PLAN"])
-    names = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-    plan["rank"] = int(next(os.environ[name] for name in names if name in os.environ))
-    report(plan, "placed", group=os.getpgrp())
-    endure(plan)
-
-
-if __name__ == "__main__":
-    main()
+PARTS: dict[str, Callable[[Plan], None]] = {"endure": endure, "compute": compute}

@@ -33,8 +33,6 @@ SOON = 2.0
 # TIMEOUT in seconds of rounds with a stopped rank, and of other rounds.
 SHORT, LONG = 2.0, 30.0
 CALLS = 200
-# Cycles of a world until caches are filled and the allocator has its final size.
-WARM = 15
 # Floats per rank: a cache line, an array inside a message, arrays that are sent in chunks.
 LENGTHS = (1, 100, 3_000, 40_000)
 
@@ -72,7 +70,7 @@ class Round:
 
     def plan(self, rank: int, folder: Path) -> dict[str, Any]:
         paths = {"path": str(folder / "meeting"), "log": str(folder / f"log-{rank}")}
-        task = {"part": "endure", "verb": self.verb, "fate": self.fate, "init": "file"}
+        task = {"part": "endure", "verb": self.verb, "fate": self.fate}
         timeout = SHORT if self.fate == "stop" else LONG
         return {**self.drawn, **task, **paths, **world_of(self.backend, rank, timeout)}
 
@@ -94,7 +92,7 @@ def start_together(
     """
     params = plan.pop("params", {})
     common = {"path": str(folder / "meeting"), "log": str(folder / "log"), "size": size}
-    plan = {"part": "compute", "init": "file", **common, **plan}
+    plan = {"part": "compute", **common, **plan}
     return [ranks.start(r, **plan, **world_of(backend, r, timeout, **params)) for r in range(size)]
 
 
@@ -104,25 +102,6 @@ def all_end_well(started: list[Rank]) -> bool:
         assert end["code"] == 0, Path(rank.plan["log"]).read_text()
         assert "computed" in rank.events
     return True
-
-
-def growth(ranks: Ranks, folder: Path, backend: str, cycles: int) -> dict[str, int]:
-    """Let 3 ranks create and leave a world ``cycles`` times after a warm-up.
-
-    Returns the growth of the rank that grew most: kilobytes, descriptors and threads.
-
-    Raises:
-        AssertionError: If a rank failed.
-    """
-    plan: dict[str, Any] = {"part": "cycle", "cycles": WARM + cycles, "warm": WARM}
-    started = start_together(ranks, folder, 3, backend, **plan)
-    most: dict[str, int] = {}
-    for rank in started:
-        assert rank.await_event("ended", seconds=cycles)["code"] == 0, (folder / "log").read_text()
-        warm, end = rank.events["computed"]["held"]
-        for name in warm:
-            most[name] = max(most.get(name, 0), end[name] - warm[name])
-    return most
 
 
 @dataclasses.dataclass

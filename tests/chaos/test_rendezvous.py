@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.rendezvous_helpers import Rank, Ranks
+from tests.pairwise import pairs
 
 NOBODY = 65534
 PAGE = 4096
@@ -20,19 +21,14 @@ TIMEOUT = 1.0
 # Seconds after TIMEOUT in which a rank may report its failure to the other ranks.
 FAREWELL = 7.0
 
-ENV: dict[str, str] = {}
+FLAT, TREE = "512", "2"  # values of FLASHLIGHT_TREE_FROM for a job of three ranks
 
 
-@pytest.fixture(autouse=True, params=["512", "2"], ids=["flat", "tree"])
-def _shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENV, "FLASHLIGHT_TREE_FROM", request.param)
-
-
-def plan(folder: Path, **more: Any) -> dict[str, Any]:
-    log = str(folder.parent / "log")
-    common = {"path": str(folder / "meeting"), "log": log, "env": dict(ENV)}
+def plan(folder: Path, shape: str = TREE, **more: Any) -> dict[str, Any]:
+    env = {"FLASHLIGHT_TREE_FROM": shape}
+    common = {"path": str(folder / "meeting"), "log": str(folder.parent / "log"), "env": env}
     params = {"TIMEOUT": TIMEOUT, "BACKEND": "shm"}
-    return {"part": "compute", "init": "file", "seconds": 0.05, "params": params, **common, **more}
+    return {"part": "compute", "seconds": 0.05, "params": params, **common, **more}
 
 
 @pytest.fixture
@@ -68,16 +64,24 @@ def await_file(folder: Path, kind: str, rank: Rank) -> Path:
     return results[0]
 
 
-@pytest.mark.parametrize("damage", [*SPOILS, "removed"])
-@pytest.mark.parametrize("connected", [False, pytest.param(True, marks=pytest.mark.slow)])
+ORDINARY = [("truncated", False, FLAT), ("garbage", False, TREE)]
+
+
+@pytest.mark.parametrize(
+    ("damage", "connected", "shape"),
+    [
+        pytest.param(*row, marks=() if row in ORDINARY else pytest.mark.slow)
+        for row in pairs([*SPOILS, "removed"], [False, True], [FLAT, TREE])
+    ],
+)
 def test_file_store_repairs_damage(
-    ranks: Ranks, folder: Path, damage: str, connected: bool
+    ranks: Ranks, folder: Path, damage: str, connected: bool, shape: str
 ) -> None:
-    """Rank 0 announces itself again to ranks that have not connected."""
-    started = [ranks.start(rank, 3, **plan(folder)) for rank in range(1 + connected)]
+    """Rank 0 announces itself again to ranks that have not ``connected``."""
+    started = [ranks.start(rank, 3, **plan(folder, shape)) for rank in range(1 + connected)]
     file = await_file(folder, "run", started[0])
     SPOILS.get(damage, os.remove)(file)
-    started += [ranks.start(rank, 3, **plan(folder)) for rank in range(len(started), 3)]
+    started += [ranks.start(rank, 3, **plan(folder, shape)) for rank in range(len(started), 3)]
     assert ends(started) == {0}
     assert os.listdir(folder) == []
 
@@ -114,12 +118,14 @@ def test_file_store_names_a_read_only_folder(ranks: Ranks, small_disk: Path) -> 
     assert f"cannot create files in {small_disk}: Read-only file system" in text
 
 
-@pytest.mark.parametrize("by", [-HOUR, HOUR])
-def test_rendezvous_succeeds_if_clocks_differ(ranks: Ranks, folder: Path, by: float) -> None:
+@pytest.mark.parametrize(("by", "shape"), [(-HOUR, FLAT), (HOUR, TREE)])
+def test_rendezvous_succeeds_if_clocks_differ(
+    ranks: Ranks, folder: Path, by: float, shape: str
+) -> None:
     """This covers the clock of a process, as Python reads it, and the file times of a server."""
-    host = ranks.start(0, 2, **plan(folder))
+    host = ranks.start(0, 2, **plan(folder, shape))
     file = await_file(folder, "run", host)
     other = file.stat().st_mtime + by
     os.utime(file, (other, other))
-    assert ends([host, ranks.start(1, 2, **plan(folder, clock=by))]) == {0}
+    assert ends([host, ranks.start(1, 2, **plan(folder, shape, clock=by))]) == {0}
     assert os.listdir(folder) == []

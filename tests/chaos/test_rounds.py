@@ -1,13 +1,13 @@
 """A rank dies, stops, raises or exits during a verb, and the other ranks raise soon.
 
-A sample of the rounds of ``python -m tests.chaos``. The ordinary run contains each fault and each
-backend, the slow run
-each pair.
+A sample of the rounds of ``python -m tests.chaos``. The ordinary run contains each backend,
+the slow run each pair of a backend and a fault.
 """
+
+from itertools import product
 
 import pytest
 
-from tests.chaos import mpi_rounds
 from tests.chaos.rounds import BACKENDS, FATES, Round, play
 from tests.chaos.verbs import VERBS
 from tests.distributed.rendezvous_helpers import Ranks
@@ -27,12 +27,10 @@ def sample(backend: str, fate: str) -> list[str]:
     ]
 
 
-ORDINARY = [("gloo", "kill"), ("hierarchical", "exception")]
-ORDINARY += [("gloo", "exit"), ("shm", "interrupt")]
+ORDINARY = [("gloo", "kill"), ("hierarchical", "exception"), ("shm", "interrupt")]
 PAIRS = [
-    pytest.param(backend, fate, marks=[] if (backend, fate) in ORDINARY else pytest.mark.slow)
-    for backend in BACKENDS
-    for fate in FATES
+    pytest.param(*pair, marks=() if pair in ORDINARY else pytest.mark.slow)
+    for pair in product(BACKENDS, FATES)
 ]
 
 
@@ -41,12 +39,3 @@ def test_survivors_raise_in_time_and_clean_up(ranks: Ranks, backend: str, fate: 
     for verb in sample(backend, fate):
         game = Round(backend, verb, fate, seed=1)
         assert play(ranks, game).wrong == [], game.command
-
-
-@pytest.mark.parametrize(
-    "fate", [pytest.param(f, marks=[] if f == "kill" else pytest.mark.slow) for f in FATES]
-)
-def test_mpi_job_ends_in_time_after_a_fault(fate: str) -> None:
-    pytest.importorskip("mpi4py")
-    game = Round("mpi", "all_reduce", fate, seed=1)
-    assert mpi_rounds.play(game).wrong == [], game.command

@@ -78,7 +78,7 @@ def visited(ranks: Ranks, folder: Path, count: int) -> tuple[list[bytes], set[in
     return [wire.received(stranger) for stranger in strangers], codes
 
 
-@pytest.mark.parametrize("count", [1, 2 * DESCRIPTORS])
+@pytest.mark.parametrize("count", [2 * DESCRIPTORS, pytest.param(1, marks=pytest.mark.slow)])
 def test_strangers_can_only_make_the_start_fail(ranks: Ranks, tmp_path: Path, count: int) -> None:
     """Strangers receive no data. A flood may make the start fail in time on every rank."""
     answers: list[bytes] = []

@@ -12,8 +12,9 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.errors import CheckpointError, MismatchError, PeerLostError
 from tests.checkpoint.runs import Run
-from tests.distributed import conformance
+from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_outcomes, run_ranks
+from tests.tables import for_each
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -54,7 +55,7 @@ def next_numbers(rank: int, size: int, folder: Path, save: bool) -> list[float]:
     return generator.random(3).tolist()
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_load_restores_random_states(pool: Any, tmp_path: Path, before: int, after: int) -> None:
     saved = pool(before).run(next_numbers, tmp_path, True)
     loaded = pool(after).run(next_numbers, tmp_path, False)
@@ -63,22 +64,22 @@ def test_load_restores_random_states(pool: Any, tmp_path: Path, before: int, aft
         assert numbers == (saved[rank] if rank < before else expected)
 
 
-def agree_on_the_one_before(rank: int, size: int, folder: Path) -> tuple[int, int]:
+@on_ranks(("shm", 2))
+def test_load_uses_the_same_checkpoint_on_all_ranks(rank: int, size: int, tmp_path: Path) -> None:
     run = Run()
-    run.save(folder, 1)
-    path = run.save(folder, 2)
+    run.save(tmp_path, 1)
+    path = run.save(tmp_path, 2)
     if rank == 0:
         (path / "manifest.json").unlink()
-    result = run.load(folder)
-    return result.step, len(result.skipped)
+    result = run.load(tmp_path)
+    assert (result.step, len(result.skipped)) == (1, 1)
 
 
-def test_load_uses_the_same_checkpoint_on_all_ranks(pool: Any, tmp_path: Path) -> None:
-    assert pool(2).run(agree_on_the_one_before, tmp_path) == [(1, 1)] * 2
-
-
-def differ(rank: int, size: int, folder: Path) -> None:
-    run = Run()
+@on_ranks(("shm", 2))
+def test_save_and_load_raise_mismatch_error_if_arguments_differ(
+    rank: int, size: int, tmp_path: Path
+) -> None:
+    run, folder = Run(), tmp_path / "none"
     with pytest.raises(MismatchError, match=r"step \(rank\(s\) 0: 0; rank\(s\) 1: 1\)"):
         run.save(folder, step=rank)
     run.position.consumed = rank
@@ -91,10 +92,6 @@ def differ(rank: int, size: int, folder: Path) -> None:
         fl.load(folder, module=run.model, optimizer=run.optimizer if rank else None)
 
 
-def test_save_and_load_raise_mismatch_error_if_arguments_differ(pool: Any, tmp_path: Path) -> None:
-    pool(2).run(differ, tmp_path / "none")
-
-
 class Unwilling(Run):
     def state_dict(self) -> dict[str, Any]:
         raise KeyError("no state today")
@@ -103,7 +100,11 @@ class Unwilling(Run):
         raise ValueError("not this one")
 
 
-def fail_on_one(rank: int, size: int, folder: Path) -> None:
+@on_ranks(("shm", 2))
+def test_all_ranks_raise_if_save_or_load_fails_on_one_rank(
+    rank: int, size: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
     module: Any = Unwilling() if rank == 1 else Run().model
     with pytest.raises(CheckpointError, match="rank 1 failed: KeyError: 'no state today'"):
         fl.save(folder, module=module)
@@ -112,7 +113,7 @@ def fail_on_one(rank: int, size: int, folder: Path) -> None:
         fl.load(folder, module=module)
     with pytest.raises(ValueError, match="expected optimizer in"):
         fl.load(folder, optimizer=Run().optimizer)
-    file = folder.parent / "file"
+    file = tmp_path / "file"
     file.touch()
     with pytest.raises(CheckpointError, match="rank 0 failed: "):
         fl.save(file / "below", module=Run().model)
@@ -120,10 +121,6 @@ def fail_on_one(rank: int, size: int, folder: Path) -> None:
         fl.load(file)
     assert fl.load(folder / "empty") is None
     assert fl.all_reduce(np.ones(1)).tolist() == [size]  # the group remains usable
-
-
-def test_all_ranks_raise_if_save_or_load_fails_on_one_rank(pool: Any, tmp_path: Path) -> None:
-    pool(2).run(fail_on_one, tmp_path / "folder")
 
 
 def use_some(rank: int, size: int, folder: Path) -> list[int]:
@@ -151,19 +148,6 @@ def test_sampler_state_continues_with_fewer_ranks(pool: Any, tmp_path: Path) -> 
 # -----------------------------------------------------------------------------
 
 
-def saves_on_rank_0_alone(rank: int, size: int, folder: Path, loads: bool) -> str:
-    try:
-        if rank == 0 and loads:
-            fl.load(folder, rng=True)
-        elif rank == 0:
-            fl.save(folder, step=1)
-        else:
-            fl.all_reduce(np.zeros(3))
-    except MismatchError as error:
-        return str(error)
-    return ""
-
-
 def loads_until_a_rank_dies(rank: int, size: int, folder: Path) -> str:
     """Fake ``broadcast``, because only this ends a rank between two steps of ``load``."""
     run = Run(seed=rank)
@@ -187,23 +171,16 @@ def test_load_names_a_rank_that_dies_during_the_call(tmp_path: Path) -> None:
     assert "lost rank 1 (its process has ended)" in outcome.value
 
 
-@pytest.mark.parametrize("verb", ["save", "load"])
-def test_save_on_one_rank_requires_all_ranks(pool: Any, tmp_path: Path, verb: str) -> None:
-    for output in pool(2).run(saves_on_rank_0_alone, tmp_path, verb == "load"):
-        assert f"rank 0 called {verb}(collective, to be called on every rank) at " in output
+@on_ranks(("shm", 2), ("hierarchical", 4), slow=[("mpi", 2)])
+@for_each("verb", ["save", "load"])
+def test_save_or_load_on_one_rank_raises_mismatch_error(
+    rank: int, size: int, tmp_path: Path, verb: str
+) -> None:
+    first = {"save": lambda: fl.save(tmp_path, step=1), "load": lambda: fl.load(tmp_path, rng=True)}
+    words = rf"rank 0 called {verb}\(collective, to be called on every rank\) at "
+    with pytest.raises(MismatchError, match=words):
+        fl.all_reduce(np.zeros(3)) if rank else first[verb]()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("world", "size"),
-    [({"env": conformance.two_hosts}, 3), ({"init": "mpi", "params": {"BACKEND": "mpi"}}, 2)],
-    ids=["two hosts", "mpi"],
-)
-def test_save_on_one_rank_raises_on_hosts_and_mpi(world: Any, size: int, tmp_path: Path) -> None:
-    if "init" in world:
-        pytest.importorskip("mpi4py")
-    for message in run_ranks(saves_on_rank_0_alone, size, tmp_path, False, **world):
-        assert "save(collective, to be called on every rank)" in message
 
 
 def saves_after_the_others_left(rank: int, size: int, folder: Path) -> str:

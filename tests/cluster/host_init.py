@@ -1,10 +1,8 @@
 """The first process of a host: it creates the host in new namespaces, and the host ends with it.
 
 ``unshare`` starts it in new namespaces. It sends the descriptor of its network device over the
-socket that it
-receives, and waits until the other end of the socket is closed. It is started with ``python -I -S``
-and
-imports only the standard library.
+socket that it receives, and waits until the other end of the socket is closed. It is started with
+``python -I -S`` and imports only the standard library.
 """
 
 import ctypes

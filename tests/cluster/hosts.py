@@ -4,12 +4,10 @@
         cluster[0].run(["ping", "-c1", cluster[1].address])
 
 A host has its own network, host name, process numbers, shared memory, boot id, /tmp, /run and
-/etc/hosts. It
-shares the other files with this machine. All hosts have ``cluster.folder`` at the same path. All
-programs of
-a host end with the host, and the hosts end with this process, also if it is killed. If namespaces
-are
-forbidden or a program is missing, a test that needs a cluster is skipped with the reason.
+/etc/hosts. It shares the other files with this machine. All hosts have ``cluster.folder`` at the
+same path. All programs of a host end with the host, and the hosts end with this process, also if it
+is killed. If namespaces are forbidden or a program is missing, a test that needs a cluster is
+skipped with the reason.
 """
 
 from __future__ import annotations
@@ -128,8 +126,7 @@ class Cluster:
         """Return the bytes of data that a host has (sent, received), without TCP/IP headers.
 
         Retransmitted bytes count again. Without ``rate`` and ``delay`` the number is exact after a
-        receiver has the
-        data.
+        receiver has the data.
         """
         sent, received = self._ask(f"bytes {host if isinstance(host, int) else host.index}").split()
         return int(sent), int(received)

@@ -32,12 +32,6 @@ def was_told() -> bool:
     return fl.get_world_rank() == 0 and bool(select.select([sys.stdin], [], [], 0)[0])
 
 
-def call_when_told() -> None:
-    """Wait for the command, and then call."""
-    sys.stdin.readline()
-    fl.all_reduce(np.ones(1))
-
-
 def meet_when_told() -> None:
     """Wait for the command, and then exchange a message with the other rank of this host."""
     sys.stdin.readline()
@@ -99,7 +93,7 @@ def use_another_group() -> None:
     try:
         reduce_until_told(SMALL)
     except DistributedError:
-        if group is None:
+        if not group.is_member:
             raise
         assert group.all_reduce(np.ones(1)) == 2
         raise
@@ -108,14 +102,11 @@ def use_another_group() -> None:
 def leave_early() -> None:
     """Shut down the last rank, which has a running child, while the other ranks continue."""
     size = fl.get_world_size()
-    group = fl.new_group(range(size - 1)) if size > 2 else None
-    if fl.get_world_rank() == size - 1:
+    group = fl.new_group(range(size - 1))
+    if not group.is_member:
         if os.fork() == 0:
             time.sleep(SECONDS - 2)
             os._exit(0)
-        return
-    if group is None:
-        time.sleep(SECONDS)
         return
     x, ends = np.zeros(1), time.monotonic() + SECONDS
     while not x[0]:
@@ -127,7 +118,6 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "small": lambda: reduce_until_told(SMALL),
     "large": lambda: reduce_until_told(LARGE),
     "huge": lambda: reduce_until_told(HUGE),
-    "idle": call_when_told,
     "neighbours": meet_when_told,
     "pairs": meet_until_lost,
     "message": send_when_told,

@@ -21,8 +21,7 @@ class Members:
     """``counts`` ranks on each host of ``cluster``; a context manager that ends them.
 
     ``env`` is added to their environment: one mapping for all, or one for each rank. The context
-    begins after all ranks
-    have been initialised, unless ``all_meet`` is False.
+    begins after all ranks have been initialised, unless ``all_meet`` is False.
     """
 
     def __init__(

@@ -53,18 +53,12 @@ def over_the_fewest(cluster: Cluster, ranks: Any, counts: list[int], verb: str, 
     return max(moved) / fewest(verb, 4 * MB, counts)
 
 
-SLOW = [[1, 1], [1, 1, 1, 1], [3, 1], [1, 2, 1]]
-
-
-@pytest.mark.parametrize(
-    "counts",
-    [[2, 2], *(pytest.param(counts_of_hosts, marks=pytest.mark.slow) for counts_of_hosts in SLOW)],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [[2, 2], [1, 1, 1, 1], [3, 1], [1, 2, 1]], ids=str)
 def test_collectives_send_the_minimum_of_bytes_between_hosts(counts: list[int]) -> None:
     with Cluster(len(counts)) as cluster, cluster.ranks(counts) as ranks:
         results = {one: over_the_fewest(cluster, ranks, counts, *one) for one in CALLS}
-    assert max(results.values()) < MOST, results
+    assert 1 <= min(results.values()) <= max(results.values()) < MOST, results
 
 
 def exchanges(rank: int, size: int) -> float:
@@ -79,8 +73,7 @@ def exchanges(rank: int, size: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per_host", [1, 2])
-def test_small_collectives_take_one_exchange_between_hosts(per_host: int) -> None:
+def test_small_collectives_take_one_exchange_between_hosts() -> None:
     delay = 0.05
-    with Cluster(2, delay=delay) as cluster, cluster.ranks(per_host) as ranks:
+    with Cluster(2, delay=delay) as cluster, cluster.ranks(2) as ranks:
         assert delay * 0.9 <= np.mean(ranks.run(exchanges)) < delay * 1.7

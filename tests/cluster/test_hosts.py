@@ -1,4 +1,7 @@
-"""Hosts are isolated, connected by cables, and removed afterwards."""
+"""Hosts are isolated, connected by cables, and removed afterwards.
+
+The other tests of this folder use all other functions of ``Host``.
+"""
 
 import os
 import signal
@@ -46,10 +49,6 @@ def send(source: Host, target: Host, address: str | None, count: int) -> float:
     return took
 
 
-def can_reach(source: Host, target: Host) -> bool:
-    return source.run(["ping", "-c1", "-W1", target.address]).returncode == 0
-
-
 def test_hosts_have_separate_namespaces_and_one_shared_folder(cluster: Cluster) -> None:
     look = "hostname; cat /proc/sys/kernel/random/boot_id; ls /tmp /dev/shm; echo $$"
     text(cluster[0], f"touch /tmp/own /dev/shm/own {cluster.folder}/common")
@@ -61,61 +60,11 @@ def test_hosts_have_separate_namespaces_and_one_shared_folder(cluster: Cluster) 
     assert (cluster.folder / "common").exists()
 
 
-def test_names_resolve_by_the_hosts_file(cluster: Cluster) -> None:
-    cluster.hosts_file({"one": cluster[0].addresses, "two": "127.0.1.1"})
-    cluster[1].hosts_file({"one": "10.77.0.9"})
-    assert text(cluster[0], "getent ahostsv4 one; getent hosts two").split()[0] == "10.77.0.1"
-    assert text(cluster[1], "getent hosts one").split()[0] == "10.77.0.9"
-    cluster.hosts_file()
-    assert text(cluster[1], "getent ahostsv6 h0").split()[0] == "fd77::1"
-
-
-@pytest.mark.parametrize("family", ["4", "6"])
-def test_cluster_counts_bytes_without_headers(cluster: Cluster, family: str) -> None:
-    address = cluster[1].address if family == "4" else cluster[1].address6
-    before = [cluster.bytes(host) for host in cluster]
-    send(cluster[0], cluster[1], address, 3_000_000)
-    after = [cluster.bytes(host) for host in cluster]
-    assert 3_000_000 <= after[0][0] - before[0][0] < 3_010_000
-    assert 3_000_000 <= after[1][1] - before[1][1] < 3_010_000
-
-
-def test_host_has_the_requested_ip_versions() -> None:
-    with Cluster(3, families=["4", "6", "46"]) as cluster:
-        assert [len(host.addresses) for host in cluster] == [1, 1, 2]
-        send(cluster[0], cluster[2], cluster[2].address, 10)
-        send(cluster[1], cluster[2], cluster[2].address6, 10)
-        assert "inet6" not in text(cluster[0], "ip address")
-
-
-def test_cut_and_mend_disconnect_and_connect_a_host(cluster: Cluster) -> None:
-    assert can_reach(cluster[0], cluster[1])
-    cluster[1].cut()
-    assert not can_reach(cluster[0], cluster[1])
-    cluster[1].mend()
-    assert can_reach(cluster[0], cluster[1])
-
-
 def test_cable_has_rate_delay_and_loss() -> None:
     with Cluster(2, rate=1e8, delay=0.02, loss=0.01) as cluster:
         assert send(cluster[0], cluster[1], cluster[1].address, 1_000_000) > 0.08 + 4 * 0.02
         sent, received = cluster.bytes(0)[0], cluster.bytes(1)[1]
         assert sent > received >= 1_000_000
-
-
-def await_state(process: subprocess.Popen[bytes], state: str) -> None:
-    ends = time.monotonic() + 10
-    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
-        assert time.monotonic() < ends
-        time.sleep(0.01)
-
-
-def test_freeze_and_thaw_stop_and_continue_a_host(cluster: Cluster) -> None:
-    with cluster[0].popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        cluster[0].freeze()
-        await_state(process, "T")
-        cluster[0].thaw()
-        assert process.communicate(b"words", timeout=10)[0] == b"words"
 
 
 def test_exit_status_of_a_program_is_visible_outside_the_host(cluster: Cluster) -> None:
@@ -125,13 +74,6 @@ def test_exit_status_of_a_program_is_visible_outside_the_host(cluster: Cluster) 
         assert process.wait(10) == -signal.SIGTERM
     with pytest.raises(subprocess.TimeoutExpired):
         cluster[0].run(["sleep", "60"], timeout=0.1)
-
-
-def test_sshd_of_a_host_accepts_commands() -> None:
-    with Cluster(2) as cluster:
-        cluster[1].sshd()
-        done = cluster[0].run([*cluster.ssh, "h1", "hostname; exit 3"])
-        assert (done.stdout, done.returncode) == ("h1\n", 3), done.stderr
 
 
 KILLED = """

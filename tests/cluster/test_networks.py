@@ -87,18 +87,23 @@ def start(host: Host, command: list[str], env: Mapping[str, str]) -> subprocess.
     return host.popen(command, env=env, text=True, stdin=subprocess.DEVNULL, **pipes)
 
 
-def program(cluster: Cluster) -> Path:
+def program(cluster: Cluster, source: str = PROGRAM) -> Path:
     path = cluster.folder / "train.py"
-    path.write_text(PROGRAM)
+    path.write_text(source)
     return path
 
 
 def ranks(
-    cluster: Cluster, variables: Variables, env: Mapping[str, str] | None = None, **params: Any
+    cluster: Cluster,
+    variables: Variables,
+    env: Mapping[str, str] | None = None,
+    hosts: int | None = None,
+    source: str = PROGRAM,
+    **params: Any,
 ) -> list[Outcome]:
-    """Start ``PER_HOST`` ranks on each host, each with its ``variables``."""
-    command = [sys.executable, str(program(cluster)), json.dumps(params)]
-    size = PER_HOST * len(cluster)
+    """Start ``PER_HOST`` ranks with their ``variables`` on each of the first ``hosts`` hosts."""
+    command = [sys.executable, str(program(cluster, source)), json.dumps(params)]
+    size = PER_HOST * (hosts or len(cluster))
     places = [Place(rank, size, rank % PER_HOST, rank // PER_HOST) for rank in range(size)]
     return finished(
         [
@@ -117,9 +122,11 @@ def by_flrun(cluster: Cluster) -> list[Outcome]:
     return finished([start(cluster[0], command, {})])
 
 
+BAD = {"MASTER_ADDR": "nowhere"}  # params take precedence
 WAYS: dict[str, Callable[[Cluster], list[Outcome]]] = {
     "env": lambda cluster: ranks(cluster, by_env),
     "address": lambda cluster: ranks(cluster, by_address),
+    "params": lambda cluster: ranks(cluster, by_env, BAD, MASTER_ADDR="h0", MASTER_PORT=29513),
     "file": lambda cluster: ranks(cluster, by_file),
     "slurm": lambda cluster: ranks(cluster, by_slurm),
     "flrun": by_flrun,
@@ -183,7 +190,16 @@ NETWORKS: dict[str, tuple[Any, Callable[[Cluster], None]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(NETWORKS))
+# Each network with "env", which needs an address of rank 0, and with another kind of start.
+OTHERS = [kind for kind in WAYS if kind != "env"]
+CASES = [
+    (name, kind)
+    for number, name in enumerate(NETWORKS)
+    for kind in ("env", OTHERS[number % len(OTHERS)])
+]
+
+
+@pytest.fixture(scope="module")
 def network(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     families, prepare = NETWORKS[request.param]
     with Cluster(2, families=families) as cluster:
@@ -200,7 +216,7 @@ def printed(outcomes: list[Outcome]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("init_kind", list(WAYS))
+@pytest.mark.parametrize(("network", "init_kind"), CASES, indirect=["network"])
 def test_init_succeeds_without_parameters_on_unusual_networks(
     network: Cluster, init_kind: str
 ) -> None:
@@ -211,14 +227,13 @@ def test_init_succeeds_without_parameters_on_unusual_networks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("local", ["localhost", "127.0.0.1"])
-def test_init_names_a_loopback_address_of_rank_0(cluster: Cluster, local: str) -> None:
-    outcomes = ranks(cluster, by_env, {"MASTER_ADDR": local}, TIMEOUT=3)
+def test_init_names_a_loopback_address_of_rank_0(cluster: Cluster) -> None:
+    outcomes = ranks(cluster, by_env, {"MASTER_ADDR": "localhost"}, TIMEOUT=3)
     assert [outcome.code for outcome in outcomes] == [1] * 4
     for outcome in outcomes[:PER_HOST]:
-        assert f"Rank 0 listens at {local}, the loopback of h0" in outcome.text
+        assert "Rank 0 listens at localhost, the loopback of h0" in outcome.text
     for outcome in outcomes[PER_HOST:]:
-        assert f"Here {local} is this host (h1)" in outcome.text
+        assert "Here localhost is this host (h1)" in outcome.text
 
 
 @pytest.mark.slow
@@ -257,41 +272,6 @@ def test_init_names_an_address_that_every_host_has() -> None:
             assert "Here 10.0.2.15 is this host (h1)" in outcome.text
 
 
-@pytest.mark.slow
-def test_init_takes_the_address_of_rank_0_from_params(cluster: Cluster) -> None:
-    as_debian(cluster)
-    outcomes = ranks(
-        cluster, by_env, {"MASTER_ADDR": "nowhere"}, MASTER_ADDR="h0", MASTER_PORT=29513
-    )
-    assert printed(outcomes) == PRINTED
-
-
-@pytest.mark.slow
-def test_init_on_one_host_opens_no_port_to_other_hosts(cluster: Cluster) -> None:
-    """The launcher says that the job has one host, or the ranks use a file."""
-    as_debian(cluster)
-    watcher = cluster.folder / "watch.py"
-    watcher.write_text(WATCH)
-    local = {"LOCAL_WORLD_SIZE": "2"}
-    for variables in (by_env, by_file):
-        command = [sys.executable, str(watcher), "{}"]
-        places = [Place(rank, 2, rank, 0) for rank in range(2)]
-        outcomes = finished(
-            [
-                start(
-                    cluster[0],
-                    command,
-                    {**variables(cluster, setup), **local, "LOCAL_RANK": str(setup.rank)},
-                )
-                for setup in places
-            ]
-        )
-        assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
-        heard = {line for outcome in outcomes for line in outcome.text.split() if ":" in line}
-        assert heard
-        assert all(line.startswith("127.") for line in heard), heard
-
-
 WATCH = """
 import socket
 listened = set()
@@ -306,3 +286,22 @@ fl.barrier()
 print(*listened)
 fl.distributed_shutdown()
 """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [by_env, by_file])
+def test_init_on_one_host_opens_no_port_to_other_hosts(
+    cluster: Cluster, variables: Variables
+) -> None:
+    """The launcher says that the job has one host, or the ranks use a file."""
+    as_debian(cluster)
+
+    def local(cluster: Cluster, setup: Place) -> dict[str, str]:
+        numbers = {"LOCAL_RANK": str(setup.rank), "LOCAL_WORLD_SIZE": "2"}
+        return {**variables(cluster, setup), **numbers}
+
+    outcomes = ranks(cluster, local, hosts=1, source=WATCH)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    heard = {line for outcome in outcomes for line in outcome.text.split() if ":" in line}
+    assert heard
+    assert all(line.startswith("127.") for line in heard), heard

@@ -1,6 +1,7 @@
 """Batches, reordered datasets and their errors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from flashlight_py.dataset import (
     ShuffleDataset,
     TensorDataset,
 )
+from tests.tables import for_each
 
 X = np.arange(14.0).reshape(7, 2)
 Y = np.arange(7)
@@ -30,14 +32,9 @@ class Plain(Dataset):
         return self.x[index], self.y[index]
 
 
-DATASETS = pytest.mark.parametrize(
-    "dataset", [TensorDataset([X, Y]), Plain(X, Y)], ids=["rows", "own"]
-)
-
-
-@DATASETS
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 8])
-@pytest.mark.parametrize("policy", ["include_last", "skip_last"])
+@for_each("dataset", [TensorDataset([X, Y]), Plain(X, Y)])
+@for_each("batch_size", [1, 2, 3, 7, 8])
+@for_each("policy", ["include_last", "skip_last"])
 def test_batch_dataset_keeps_the_order(dataset: Dataset, batch_size: int, policy: str) -> None:
     batches = BatchDataset(dataset, batch_size, policy)  # type: ignore[arg-type]
     stop = 7 if policy == "include_last" else 7 // batch_size * batch_size
@@ -53,26 +50,15 @@ def test_batch_dataset_keeps_the_order(dataset: Dataset, batch_size: int, policy
             np.testing.assert_array_equal(y, y_expected, strict=True)
 
 
-@DATASETS
-def test_divisible_only_raises_value_error_if_samples_remain(dataset: Dataset) -> None:
-    assert len(BatchDataset(dataset, 7, "divisible_only")) == 1
-    with pytest.raises(ValueError, match="multiple of 2 samples, got 7"):
-        BatchDataset(dataset, 2, "divisible_only")
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_batches_of_a_tensor_dataset_are_views(batch_size: int) -> None:
-    batches = BatchDataset(TensorDataset([X, Y]), batch_size)
-    for x, y in [*batches, batches[0]]:
-        assert np.shares_memory(x, X)
-        assert np.shares_memory(y, Y)
-
-
-def test_batch_dataset_accepts_negative_indices_and_raises_index_error() -> None:
-    batches = BatchDataset(TensorDataset([X]), 3)
+def test_batches_of_a_tensor_dataset_are_views() -> None:
+    for batch_size in (1, 3):
+        batches = BatchDataset(TensorDataset([X, Y]), batch_size)
+        for x, y in [*batches, batches[0]]:
+            assert np.shares_memory(x, X)
+            assert np.shares_memory(y, Y)
     np.testing.assert_array_equal(batches[-1][0], X[6:])
-    with pytest.raises(IndexError, match=r"must be in \[-3, 3\), got 3"):
-        batches[3]
+    assert list(BatchDataset(TensorDataset([np.zeros((0, 2))]), 3)) == []
+    assert len(BatchDataset(Plain(X, Y), 7, "divisible_only")) == 1
 
 
 def test_batch_function_applies_to_its_field() -> None:
@@ -103,19 +89,6 @@ def test_batches_of_a_shuffled_dataset_gather_rows() -> None:
     np.testing.assert_array_equal(np.concatenate([x for x, _ in batches]), [x for x, _ in shuffled])
 
 
-def test_batch_dataset_raises_value_error_for_invalid_arguments() -> None:
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        BatchDataset(Plain(X, Y), 0)
-    with pytest.raises(ValueError, match=r"policy must be one of .*got 'all'"):
-        BatchDataset(Plain(X, Y), 2, "all")  # type: ignore[arg-type]
-
-
-def test_batch_dataset_is_empty_without_samples() -> None:
-    batches = BatchDataset(TensorDataset([np.zeros((0, 2))]), 3)
-    assert len(batches) == 0
-    assert list(batches) == []
-
-
 BASE = TensorDataset([np.arange(10, 20)])
 
 
@@ -123,45 +96,34 @@ def values(dataset: ResampleDataset) -> list[int]:
     return [int(value) for (value,) in dataset]
 
 
-def test_resample_dataset_follows_its_indices() -> None:
-    dataset = ResampleDataset(BASE, [3, 3, 0])
+def test_resample_dataset_follows_indices_or_a_function() -> None:
+    indices = np.array([3, 3, 0])
+    dataset = ResampleDataset(BASE, indices)
+    indices[:] = 1  # the dataset has a copy
     assert values(dataset) == [13, 13, 10]
     assert [dataset[i][0] for i in (0, -1)] == [13, 10]
-    with pytest.raises(IndexError):
-        dataset[3]
-
-
-def test_resample_dataset_calls_a_function_for_each_index() -> None:
+    assert values(ResampleDataset(BASE, [])) == []
     assert values(ResampleDataset(BASE, lambda i: 9 - i)) == list(range(19, 9, -1))
     assert values(ResampleDataset(BASE, lambda i: i // 2, n=4)) == [10, 10, 11, 11]
 
 
-def test_resample_dataset_copies_its_indices() -> None:
-    indices = np.array([1, 2])
-    dataset = ResampleDataset(BASE, indices)
-    indices[:] = 0
-    assert values(dataset) == [11, 12]
+# Calls with wrong arguments, and their errors.
+INVALID: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: BatchDataset(Plain(X, Y), 2, "divisible_only"), ValueError, "of 2 samples, got 7"),
+    (lambda: BatchDataset(Plain(X, Y), 0), ValueError, "batch_size must be at least 1, got 0"),
+    (lambda: BatchDataset(Plain(X, Y), 2, "all"), ValueError, r"policy must be one of .*got 'all'"),  # type: ignore[arg-type]
+    (lambda: BatchDataset(BASE, 4)[3], IndexError, r"must be in \[-3, 3\), got 3"),
+    (lambda: ResampleDataset(BASE, [3])[1], IndexError, r"got 1"),
+    (lambda: ResampleDataset(BASE, [1], n=1), ValueError, "n requires a function as indices"),
+    *[(lambda indices=indices: ResampleDataset(BASE, indices), ValueError, "got")
+        for indices in ([10], [-1], [0.5], [[0, 1]], [True, False])],
+]  # fmt: skip
 
 
-def test_resample_dataset_accepts_no_indices() -> None:
-    assert values(ResampleDataset(BASE, [])) == []
-
-
-@pytest.mark.parametrize("indices", [[10], [-1], [0.5], [[0, 1]], [True, False]])
-def test_resample_dataset_raises_value_error_for_invalid_indices(indices: list[int]) -> None:
-    with pytest.raises(ValueError, match="got"):
-        ResampleDataset(BASE, indices)
-
-
-def test_resample_dataset_raises_value_error_if_n_comes_with_a_sequence() -> None:
-    with pytest.raises(ValueError, match="n requires a function as indices"):
-        ResampleDataset(BASE, [1], n=1)
-
-
-def test_shuffle_dataset_contains_every_sample_once() -> None:
-    shuffled = values(ShuffleDataset(BASE, seed=3))
-    assert sorted(shuffled) == list(range(10, 20))
-    assert shuffled != sorted(shuffled)
+@for_each("call error words", INVALID)
+def test_datasets_raise_for_invalid_arguments(call: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_shuffle_dataset_draws_equal_orders_from_equal_seeds() -> None:
@@ -172,14 +134,9 @@ def test_shuffle_dataset_draws_equal_orders_from_equal_seeds() -> None:
         orders.append(tuple(values(first)))
         first.resample()
         second.resample()
-    assert len(set(orders)) == 3
+    assert len({*orders, tuple(range(10, 20))}) == 4
+    assert sorted(orders[0]) == list(range(10, 20))
     assert values(ShuffleDataset(BASE, seed=4)) != list(orders[0])
-
-
-def test_set_seed_restarts_the_sequence_of_orders() -> None:
-    dataset = ShuffleDataset(BASE, seed=3)
-    order = values(dataset)
-    dataset.resample()
-    dataset.set_seed(3)
-    dataset.resample()
-    assert values(dataset) == order
+    first.set_seed(3)
+    first.resample()
+    assert values(first) == list(orders[0])

@@ -8,66 +8,45 @@ import pytest
 
 from flashlight_py import DistributedDataContainer, ShardedDataset
 from flashlight_py.dataset import BatchDataset, Dataset, PrefetchDataset, TensorDataset
+from tests.tables import for_each
 
 X = np.arange(12.0).reshape(4, 3)
 Y = np.arange(4)
 
 
-def test_tensor_dataset_sample_has_one_row_of_each_array() -> None:
+def test_tensor_dataset_samples_are_views_of_rows() -> None:
     dataset = TensorDataset([X, Y])
     assert len(dataset) == 4
-    x, y = dataset[2]
-    np.testing.assert_array_equal(x, [6, 7, 8])
-    assert y == 2
-
-
-def test_tensor_dataset_sample_is_a_view() -> None:
-    x = X.copy()
-    TensorDataset([x])[1][0][:] = -1
-    np.testing.assert_array_equal(x[1], [-1, -1, -1])
-
-
-def test_tensor_dataset_iteration_equals_indexing() -> None:
-    dataset = TensorDataset([X, Y])
-    by_iteration, by_index = list(dataset), [dataset[i] for i in range(len(dataset))]
-    assert len(by_iteration) == 4
-    for (x, y), (x_indexed, y_indexed) in zip(by_iteration, by_index, strict=True):
-        np.testing.assert_array_equal(x, x_indexed)
-        assert y == y_indexed
-
-
-def test_tensor_dataset_negative_index_counts_from_the_end() -> None:
-    assert TensorDataset([Y])[-1] == (3,)
-    assert TensorDataset([Y])[np.int64(-4)] == (0,)
-
-
-@pytest.mark.parametrize("index", [4, -5, 100])
-def test_tensor_dataset_raises_index_error_out_of_range(index: int) -> None:
-    with pytest.raises(IndexError, match=rf"must be in \[-4, 4\), got {index}"):
-        TensorDataset([X])[index]
-
-
-@pytest.mark.parametrize("index", [1.0, "1", None])
-def test_tensor_dataset_raises_type_error_if_the_index_is_no_integer(index: object) -> None:
-    with pytest.raises(TypeError):
-        TensorDataset([X])[index]  # type: ignore[index]
-
-
-@pytest.mark.parametrize("arrays", [[], [X, Y[:3]], [np.float64(1)]])
-def test_tensor_dataset_raises_value_error_for_unequal_lengths(arrays: list[np.ndarray]) -> None:
-    with pytest.raises(ValueError, match="array"):
-        TensorDataset(arrays)
-
-
-def test_tensor_dataset_accepts_arrays_without_rows() -> None:
     assert list(TensorDataset([np.zeros((0, 3))])) == []
+    for rows in (
+        [*dataset],
+        [dataset[i] for i in range(4)],
+        [dataset[np.int64(i)] for i in range(-4, 0)],
+    ):
+        for (x, y), x_expected, y_expected in zip(rows, X, Y, strict=True):
+            np.testing.assert_array_equal(x, x_expected)
+            assert y == y_expected
+            assert np.shares_memory(x, X)
 
 
-def test_tensor_dataset_raises_type_error_for_a_single_array() -> None:
-    with pytest.raises(TypeError, match=r"of shape \(4, .*Pass TensorDataset\(\[array\]\)"):
-        TensorDataset(X)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got list in the list. Pass numpy.asarray"):
-        TensorDataset([X, [1, 2, 3, 4]])  # type: ignore[list-item]
+# Calls with wrong indices or arrays, and their errors.
+INVALID: list[tuple[Any, Any, str]] = [
+    *[(lambda i=i: TensorDataset([X])[i], IndexError, rf"must be in \[-4, 4\), got {i}")
+        for i in (4, -5, 100)],
+    *[(lambda i=i: TensorDataset([X])[i], TypeError, "integer") for i in (1.0, "1", None)],
+    *[(lambda arrays=arrays: TensorDataset(arrays), ValueError, "array")
+        for arrays in ([], [X, Y[:3]], [np.float64(1)])],
+    (lambda: TensorDataset(X), TypeError, r"of shape \(4, .*Pass TensorDataset\(\[array\]\)"),  # type: ignore[arg-type]
+    (lambda: TensorDataset([X, [1, 2, 3, 4]]), TypeError, "got list in the list. Pass numpy.asarr"),  # type: ignore[list-item]
+]  # fmt: skip
+
+
+@for_each("call error words", INVALID)
+def test_tensor_dataset_raises_for_invalid_indices_and_arrays(
+    call: Any, error: Any, words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        call()
 
 
 @pytest.fixture(params=["h5py", "zarr", "memmap"])
@@ -85,7 +64,7 @@ def stored(request: Any, tmp_path: Path) -> Any:
         yield [file.create_dataset(str(a.ndim), data=a) for a in (X, Y)]
 
 
-@pytest.mark.parametrize("indices", [[3, 1, 2], [1, 1, 0], [0, 2, -1], [2], []])
+@for_each("indices", [[3, 1, 2], [1, 1, 0], [0, 2, -1], [2], []])
 def test_take_from_file_arrays_keeps_order_and_duplicates(stored: Any, indices: list[int]) -> None:
     taken = TensorDataset(stored).take(np.array(indices, np.int64))
     for field, array in zip(taken, (X, Y), strict=True):

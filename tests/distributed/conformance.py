@@ -4,14 +4,13 @@ The verbs and their results come from the table of verbs. NumPy combines the arr
 so results must be equal bit by bit.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
 import os
 import random
-import reprlib
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,17 +124,21 @@ def on_ranks(
 
 
 def _on_rank(rank: int, size: int, module: str, name: str, *args: Any) -> None:
-    try:
-        getattr(importlib.import_module(module), name).__wrapped__(rank, size, *args)
-    except AssertionError as error:
-        if not error.args:  # pytest adds the values to an assert only in its own process
-            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-            error.args = (", ".join(f"{k}={_SHORT.repr(v)}" for k, v in frame.f_locals.items()),)
-        raise
+    getattr(importlib.import_module(module), name).__wrapped__(rank, size, *args)
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxother = _SHORT.maxstring = 1000  # as long as our errors
+@contextlib.contextmanager
+def raises(kind: Any, *words: str) -> Iterator[Any]:
+    """Like ``pytest.raises``. The message must contain all ``words``."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def slow(*rows: Any) -> list[Any]:
+    """Return ``rows`` of parameters, which are tuples or single values, with the marker slow."""
+    tuples = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in tuples]
 
 
 DTYPES = [

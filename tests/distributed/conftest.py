@@ -1,5 +1,6 @@
 """Rendezvous ports for the tests of this folder."""
 
+import os
 import socket
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 
 @pytest.fixture
 def port() -> int:
-    for candidate in range(20_011, 32_000, 17):
+    candidates = [*range(20_011, 32_000, 17)]
+    first = os.getpid() % len(candidates)  # other test sessions begin at other ports
+    for candidate in candidates[first:] + candidates[:first]:
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", candidate))

@@ -5,21 +5,31 @@ returns the results in rank order. ``RankPool`` keeps a world and runs many func
 saves the start of processes. ``run_outcomes`` is for tests in which a rank fails or dies. ``fn`` is
 a module-level function; its arguments and results can be pickled.
 
-Every wait has a deadline in seconds. After it, the remaining processes print their stacks (SIGABRT,
-faulthandler) and are killed with their process groups.
+Every wait has a deadline in seconds. After it, the remaining ranks raise ``RankStuckError`` or
+print their stacks, and are killed with their process groups.
 """
 
 from __future__ import annotations
 
+import atexit
+import importlib
+import importlib.util
 import os
 import pickle
 import signal
+import tempfile
+import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.distributed import fork_server, processes
-from tests.distributed.world import Environment, Outcome, World, mpirun_command
+from flashlight_py.distributed.start import blas
+from flashlight_py.testing import ranks as testing
+from tests.distributed import launched, processes
+from tests.distributed.launched import mpirun_command
 
 if TYPE_CHECKING:
     from tests.cluster.hosts import Host
@@ -33,6 +43,7 @@ __all__ = [
     "run_outcomes",
     "run_ranks",
     "run_survivors",
+    "start_server",
 ]
 
 # Limit in seconds for one hanging rank, if all tests together have little time.
@@ -40,8 +51,88 @@ MOST = float(os.environ.get("FLASHLIGHT_TEST_DEADLINE", "inf"))
 START_DEADLINE = min(60.0, MOST)
 # Seconds for other ranks to detect that a rank has raised and will not join their operation.
 GRACE = 10.0
+# Modules that most ranks use. CUDA and MPI are excluded, because a process that has initialised
+# them must not be forked.
+PRELOADED = (
+    *("numpy", "numpy.testing", "ml_dtypes", "pytest", "hypothesis.strategies"),
+    *("concurrent.futures.thread", "flashlight_py.distributed.start.initialize"),
+    *("flashlight_py.nn", "flashlight_py.optim", "flashlight_py.parallel"),
+    "flashlight_py.parallel.functional",
+)
+# BLAS threads would only add noise with four ranks on two cores.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+Environment = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 
 _living: weakref.WeakSet[RankPool] = weakref.WeakSet()
+_servers: list[testing.ForkServer] = []
+
+
+def start_server() -> testing.ForkServer:
+    """Return the process that forks ranks; start it at the first call."""
+    if not _servers:
+        _servers.append(testing.ForkServer(_prepare))
+        atexit.register(_servers[0].close)
+    return _servers[0]
+
+
+def _prepare() -> None:
+    for name in PRELOADED:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
+    blas.limit_each(1, override_user=True)
+    warnings.simplefilter(os.environ.get("FLASHLIGHT_TEST_WARNINGS", "error"))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of one rank: ``kind`` is returned, raised, exited or stuck."""
+
+    rank: int
+    kind: str
+    value: Any = None
+    error_classes: tuple[str, ...] = ()
+    message: str = ""
+    traceback: str = ""
+    exit_code: int | None = None
+    stderr: str = ""
+
+    @classmethod
+    def of(cls, outcome: testing.Outcome) -> Outcome:
+        """Convert the outcome of ``_call``, which returns the fields of this class."""
+        failure = outcome.failure
+        if failure is None:
+            return cls(outcome.rank, *outcome.value, stderr=outcome.output)
+        kind = "stuck" if failure.exit_code == -signal.SIGABRT else "exited"
+        text, code = failure.description, failure.exit_code
+        return cls(outcome.rank, kind, message=text, exit_code=code, stderr=outcome.output)
+
+    @property
+    def ok(self) -> bool:
+        return self.kind == "returned"
+
+    @property
+    def error_type(self) -> str:
+        """The class of the exception; ``error_classes`` includes its bases."""
+        return self.error_classes[0] if self.error_classes else ""
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        died_by_signal = self.exit_code is not None and self.exit_code < 0
+        return signal.Signals(-self.exit_code) if died_by_signal else None  # type: ignore[operator]
+
+    def report(self) -> str:
+        """Return the description, the traceback and the output of the rank."""
+        manner = {
+            "returned": "returned",
+            "raised": f"raised {self.error_type}: {self.message}",
+            "exited": f"its process {self.message}",
+            "stuck": f"did not answer before the deadline and was stopped {self.message}",
+        }
+        parts = [f"--- rank {self.rank}: {manner[self.kind]}", self.traceback.rstrip()]
+        if self.stderr.strip():
+            parts.append(f"[rank {self.rank}, end of its output]\n{self.stderr.rstrip()}")
+        return "\n".join(part for part in parts if part)
 
 
 class RanksFailedError(RuntimeError):
@@ -86,10 +177,8 @@ def run_survivors(
 
 def living_processes() -> set[int]:
     """Return the processes of open pools, and the fork server."""
-    worlds = [pool._world for pool in _living if pool._world is not None]
-    groups = {group for world in worlds for group in world.groups()}
-    started = {pid for world in worlds for pid in world.started()}
-    return fork_server.server_pids() | started | processes.members(groups)
+    pids = {pid for pool in _living for pid in pool.pids()}
+    return pids | {server.pid for server in _servers}
 
 
 class RankPool:
@@ -112,13 +201,8 @@ class RankPool:
         hosts: Sequence[Host] | None = None,
     ) -> None:
         self.size = size
-        self.world: dict[str, Any] = {
-            "init": init,
-            "params": dict(params or {}),
-            "env": env,
-            "hosts": hosts,
-        }
-        self._world: World | None = None
+        self.world: dict[str, Any] = {"init": init, "params": params, "env": env, "hosts": hosts}
+        self._world: testing.Ranks | None = None
 
     def __enter__(self) -> RankPool:
         return self
@@ -156,30 +240,30 @@ class RankPool:
         return outcomes
 
     def pids(self) -> set[int]:
-        return set() if self._world is None else self._world.pids()
+        return set() if self._world is None else processes.members(self._world.groups)
 
     def close(self) -> None:
         """Shut the world down. Raises ``RanksFailedError`` if a rank does not end properly."""
         if self._world is None:
             return
         world, self._world = self._world, None
-        outcomes = world.end(START_DEADLINE)
-        if any(outcome.exit_code != 0 for outcome in outcomes):
-            raise RanksFailedError("distributed_shutdown", outcomes)
+        left = world.run(_leave, self.world["init"], timeout=START_DEADLINE, grace=GRACE)
+        codes = world.close(START_DEADLINE)
+        if any(outcome.failure for outcome in left) or any(codes):
+            outcomes = [Outcome.of(o) for o in left]
+            raise RanksFailedError(f"distributed_shutdown, with exit codes {codes},", outcomes)
 
     def kill(self) -> None:
         """End the ranks at once."""
         if self._world is not None:
-            self._world.destroy()
+            self._world.kill()
             self._world = None
 
     def _execute(
         self, fn: Callable[..., Any], args: tuple[Any, ...], deadline: float, grace: float
     ) -> list[Outcome]:
-        task = pickle.dumps((fn, args))
         try:
-            world = self._started()
-            outcomes = world.execute(task, min(deadline, MOST), min(grace, MOST))
+            outcomes = self._run(self._started(), fn, args, min(deadline, MOST), min(grace, MOST))
         except BaseException:
             self.kill()
             raise
@@ -187,14 +271,78 @@ class RankPool:
             self.kill()
         return outcomes
 
-    def _started(self) -> World:
+    def _run(
+        self, world: testing.Ranks, fn: Any, args: Any, deadline: float, grace: float
+    ) -> list[Outcome]:
+        task = pickle.dumps((fn, args))
+        outcomes = world.run(_call, self.size, task, timeout=deadline, grace=grace)
+        return [Outcome.of(outcome) for outcome in outcomes]
+
+    def _started(self) -> testing.Ranks:
         if self._world is None:
-            self._world = World(self.size, **self.world)
+            hosts = self.world["hosts"]
+            folder = tempfile.mkdtemp(prefix="ranks-", dir=hosts[0].shared if hosts else None)
+            self._world = self._start(Path(folder))
             _living.add(self)
-            outcomes = self._world.start(START_DEADLINE)
+            task = self.world["init"], dict(self.world["params"] or {}), folder
+            outcomes = self._run(self._world, _initialise, task, START_DEADLINE, START_DEADLINE)
             if not all(outcome.ok for outcome in outcomes):
                 raise RanksFailedError("distributed_init", outcomes)
         return self._world
+
+    def _start(self, folder: Path) -> testing.Ranks:
+        hosts, envs = self.world["hosts"], [self._environment(rank) for rank in range(self.size)]
+        if hosts or self.world["init"] == "mpi":
+            return launched.start(self.size, envs, folder, hosts, START_DEADLINE)
+        logs = [folder / f"output-{rank}" for rank in range(self.size)]
+        every = [(rank, {**os.environ, **envs[rank]}, logs[rank]) for rank in range(self.size)]
+        return testing.Ranks([start_server().start(*one) for one in every], folder)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """Return the variables of a rank that this process may not have."""
+        env = self.world["env"]
+        return {**ONE_THREAD, **((env(rank) if callable(env) else env) or {})}
+
+
+# Functions that run on the ranks ----------------------------------------------------------------
+
+
+def _call(rank: int, size: int, task: bytes) -> tuple[Any, ...]:
+    """Return the fields of ``Outcome`` after a call of the pickled function."""
+    try:
+        fn, args = pickle.loads(task)  # imports the module of the test
+        value = fn(rank, size, *args)
+        pickle.dumps(value)
+        return "returned", value
+    except (Exception, testing.RankStuckError) as error:  # noqa: BLE001 - the harness reports it
+        kind = "stuck" if isinstance(error, testing.RankStuckError) else "raised"
+        classes = tuple(base.__name__ for base in type(error).__mro__)
+        return kind, None, classes, str(error), traceback.format_exc()
+
+
+def _initialise(rank: int, size: int, init: str | None, params: Any, folder: str) -> None:
+    if init is None:
+        return
+    import flashlight_py as fl
+
+    if init == "mpi":
+        fl.distributed_init(fl.DistributedInit.MPI, -1, -1, params)
+    elif init == "env":
+        fl.distributed_init(fl.DistributedInit.ENV, params=params)
+    else:
+        params.setdefault("FILE_PATH", f"{folder}/rendezvous")
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
+    joined = fl.get_world_rank(), fl.get_world_size()
+    if joined != (rank, size):
+        raise AssertionError(f"rank {rank} of {size} became rank {joined[0]} of {joined[1]}")
+
+
+def _leave(rank: int, init: str | None) -> tuple[str]:
+    if init is not None:
+        import flashlight_py as fl
+
+        fl.distributed_shutdown()
+    return ("returned",)
 
 
 def _call_each(rank: int, size: int, fn: Callable[..., Any], cases: list[tuple[Any, ...]]) -> None:

@@ -190,7 +190,7 @@ def ranks_at(*places: str) -> Any:
 def _ranks(request: pytest.FixtureRequest, port: int, tmp_path: Path) -> Iterator[Ranks]:
     plan: dict[str, Any] = {"host": "127.0.0.1", "port": port, "path": tmp_path / "meeting"}
     if request.param == "tree":
-        plan |= {"env": {"FLASHLIGHT_TREE_FROM": "2"}, "fan": 1}
+        plan |= {"env": {"FLASHLIGHT_TREE_FROM": "2"}, "fan": 1, "short_seconds": 0.5}
     with contextlib.closing(
         Ranks(store="file" if request.param == "file" else "tcp", **plan)
     ) as started:

@@ -21,10 +21,12 @@ from tests.distributed.conformance import (
     dtype_of,
     hosts_by_letter,
     on_ranks,
+    slow,
     values,
 )
 from tests.distributed.harness import run_ranks
 from tests.distributed.mismatch_errors import first_error
+from tests.pairwise import pairs
 
 # Host of each rank, as a letter.
 PLACES = {
@@ -113,18 +115,22 @@ def broadcasts(rank: int, size: int, places: str, name: str) -> None:
             assert_equal(fl.broadcast(x, root), values(root, (count,), name), f"{count} {name}")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(p, marks=() if p == FAST else pytest.mark.slow) for p in PLACES],
-)
+@pytest.fixture(scope="module", params=[FAST, *slow(*(p for p in PLACES if p != FAST))])
 def world(request: pytest.FixtureRequest, pool: Any) -> Any:
     places = PLACES[request.param]
     return places, pool(len(places), env=hosts_by_letter(places))
 
 
-@pytest.mark.parametrize("verb", [reductions, parts, gathered, broadcasts])
+VERBS = reductions, parts, gathered, broadcasts
+
+
 @pytest.mark.parametrize(
-    "name", ["float32", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bfloat16", "int8"))]
+    ("world", "verb", "name"),
+    [
+        *((FAST, verb, "float32") for verb in VERBS),
+        *slow(*pairs([*PLACES], VERBS, ("bfloat16", "int8", "float32"))),
+    ],
+    indirect=["world"],
 )
 def test_verbs_match_numpy_for_every_size_between_hosts(world: Any, verb: Any, name: str) -> None:
     places, ranks = world
@@ -156,6 +162,7 @@ def several_pieces(rank: int, size: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", ["2 x 2", "3 hosts"], indirect=True)
 def test_all_reduce_splits_long_arrays_into_chunks(world: Any) -> None:
     world[1].run(several_pieces)
 
@@ -172,7 +179,7 @@ def test_timeout_names_no_rank_that_waits_for_another_host(rank: int, size: int)
         real = HostCalls._reduce_section
 
         def late(*args: Any) -> None:
-            time.sleep(6)
+            time.sleep(4)
             real(*args)
 
         HostCalls._reduce_section = late  # type: ignore[method-assign]

@@ -80,10 +80,7 @@ def detect_fields(environ: Mapping[str, str]) -> LaunchEnvironment:
         ({**TRAINJOB, **TORCHRUN}, ("launcher", 3, 4, 1, 2)),
         ({**TRAINJOB, **OPEN_MPI}, ("openmpi", 1, 4, 1, 4)),
         ({**POD, "WORLD_SIZE": "4", **POD_MEETING}, ("kubernetes", 2, 4, None, None)),
-        (
-            {**POD, **POD_MEETING, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"},
-            ("launcher", 5, 8, 1, None),
-        ),
+        ({**POD, **POD_MEETING, "RANK": "5", "WORLD_SIZE": "8"}, ("launcher", 5, 8, None, None)),
         (STEP, ("slurm", 4, 5, 0, 1)),
         (HYDRA_BY_SRUN, ("pmi", 2, 4, 2, 4)),
         ({**STEP, **TORCHRUN}, ("launcher", 3, 4, 1, 2)),
@@ -131,16 +128,13 @@ def test_detect_returns_the_rendezvous_of_the_launcher(
     assert launch.file == environ.get("FLASHLIGHT_FILE")
 
 
-def test_detect_names_the_variables_that_it_used() -> None:
-    names = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
-    assert detect_fields(TORCHRUN).source == names
+def test_detect_names_the_variables_that_it_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert detect_fields(TRAINJOB).source == "PET_NODE_RANK, PET_NNODES"
-
-
-def test_detect_reads_os_environ_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert detect() == detect_fields(TORCHRUN)
+    launch = detect()  # reads os.environ
+    assert launch == detect_fields(TORCHRUN)
+    assert launch.source == "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
 
 
 @pytest.mark.parametrize(
@@ -205,24 +199,16 @@ def test_detect_uses_the_first_host_of_a_slurm_step_as_master(nodes: str, first:
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2"),
-        (
-            {**TORCHRUN, "LOCAL_WORLD_SIZE": "8"},
-            "LOCAL_WORLD_SIZE must be at most WORLD_SIZE=4.*got 8",
-        ),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "WORLD_SIZE must be at most WORLD_SIZE=4.*got 8"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT is not"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR is not"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": "1"}, "MASTER_ADDR mu"),
         ({**STEP, "SLURM_PROCID": "9"}, "SLURM_PROCID=9"),
         ({**POD, "WORLD_SIZE": "2", **POD_MEETING}, "JOB_COMPLETION_INDEX=2 and WORLD_SIZE=2"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "1", **OPEN_MPI},  # left over in the shell of an mpirun
-            "WORLD_SIZE=1 contradict .*OMPI_COMM_WORLD_SIZE=4",
-        ),
-        (
-            {**KUBEFLOW, "WORLD_SIZE": "4", "PET_NPROC_PER_NODE": "2"},
-            "RANK=1 is the number of the pod.*by torchrun, which reads",
-        ),
+        # Left over in the shell of an mpirun.
+        ({"RANK": "0", "WORLD_SIZE": "1", **OPEN_MPI}, "=1 contradict .*OMPI_COMM_WORLD_SIZE=4"),
+        ({**KUBEFLOW, "PET_NPROC_PER_NODE": "2"}, "RANK=1 is the number of the pod.*by torchrun, "),
     ],
 )
 def test_detect_names_contradictory_variables(environ: dict[str, str], named: str) -> None:

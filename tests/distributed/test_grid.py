@@ -69,8 +69,8 @@ def check_same_grid(cart: Any, grid: Grid, no_rank: int) -> None:
 
 def test_grid_matches_mpi(pool: Any) -> None:
     pytest.importorskip("mpi4py")
-    tried = pool(4, init="mpi", params={"BACKEND": "mpi"}).run(compare_with_mpi, 3)
-    assert tried[0] == tried[1] + 15
+    tried = pool(4, init="mpi", params={"BACKEND": "mpi"}).run(compare_with_mpi, 2)
+    assert tried[0] == tried[1] + 7
 
 
 @pytest.mark.slow

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.rendezvous import environment
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings, read_init_method
 from tests.distributed import jobs
-from tests.distributed.conformance import on_ranks
+from tests.distributed.conformance import on_ranks, slow
 from tests.distributed.harness import mpirun_command, run_ranks
 from tests.distributed.jobs import free_port
 from tests.distributed.processes import limit_descriptors, process_state
@@ -27,12 +26,8 @@ import sys
 import numpy as np
 import flashlight_py as fl
 
-method, *rest = sys.argv[1:]
-if method == "file":
-    file, rank, size = rest[0], int(rest[1]), int(rest[2])
-    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": file})
-else:
-    fl.distributed_init(None if method == "auto" else fl.DistributedInit[method.upper()])
+method = sys.argv[1]
+fl.distributed_init(None if method == "auto" else fl.DistributedInit[method.upper()])
 x = fl.all_reduce(np.full(3, fl.get_world_rank() + 1.0))
 place = fl.get_world_rank(), fl.get_world_size(), fl.get_local_rank(), fl.get_local_size()
 # One write: the lines of ranks that share a pipe must not be mixed.
@@ -48,8 +43,12 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def start(*args: str, **variables: str) -> subprocess.Popen[str]:
-    return jobs.start([*MAIN, *args], variables)
+def start(method: str, **variables: str) -> subprocess.Popen[str]:
+    return jobs.start([*MAIN, method], variables)
+
+
+def start_two(method: str, **variables: str) -> list[subprocess.Popen[str]]:
+    return [start(method, RANK=str(rank), WORLD_SIZE="2", **variables) for rank in range(2)]
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
@@ -63,44 +62,34 @@ def expected(size: int) -> set[str]:
     return {f"({r}, {size}, {r}, {size}) {[total] * 3} SHM" for r in range(size)}
 
 
-@pytest.mark.parametrize("method", ["auto", "mpi"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("method", "size"), [("auto", 2), *slow(("mpi", 4))])
 def test_distributed_init_works_under_mpirun(method: str, size: int) -> None:
     command = [*mpirun_command(size), *MAIN, method]
     (output,) = finish([jobs.start(command)])
     assert set(output.splitlines()) == expected(size)
 
 
-def test_distributed_init_works_with_a_shared_file(tmp_path: Path) -> None:
-    path = str(tmp_path / "meet")
-    got = finish([start("file", path, str(rank), "3") for rank in range(3)])
-    assert set(got) == expected(3)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("method", ["auto", "env"])
+@pytest.mark.parametrize("method", ["auto", *slow("env")])
 def test_distributed_init_reads_the_variables_of_torchrun(method: str) -> None:
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
-    got = finish([start(method, RANK=str(rank), **where) for rank in range(3)])
-    assert set(got) == expected(3)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    assert set(finish(start_two(method, **where))) == expected(2)
 
 
-@pytest.mark.parametrize("has_one_host", [True, False])
+@pytest.mark.parametrize("has_one_host", [True, *slow(False)])
 def test_init_avoids_the_port_of_the_torchrun_agent(tmp_path: Path, has_one_host: bool) -> None:
     """The ranks meet in the user's folder, or at another port."""
     with socket.create_server(("127.0.0.1", 0)) as agent:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.getsockname()[1])}
         where |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "XDG_RUNTIME_DIR": str(tmp_path)}
-        where |= {"WORLD_SIZE": "3", **({"LOCAL_WORLD_SIZE": "3"} if has_one_host else {})}
-        got = finish([start("auto", RANK=str(rank), **where) for rank in range(3)])
-    assert set(got) == expected(3)
+        where |= {"LOCAL_WORLD_SIZE": "2"} if has_one_host else {}
+        got = finish(start_two("auto", **where))
+    assert set(got) == expected(2)
     left = [] if has_one_host else ["flashlight-secret"]
     assert [path.name for path in tmp_path.iterdir()] == left
 
 
 def test_distributed_init_combines_variables_with_a_file(tmp_path: Path) -> None:
-    where = {"FLASHLIGHT_FILE": str(tmp_path / "meet"), "WORLD_SIZE": "2"}
-    got = finish([start("env", RANK=str(rank), **where) for rank in range(2)])
+    got = finish(start_two("env", FLASHLIGHT_FILE=str(tmp_path / "meet")))
     assert set(got) == expected(2)
     assert list(tmp_path.iterdir()) == []
 
@@ -109,29 +98,22 @@ def test_distributed_init_creates_a_world_of_one_without_a_launcher() -> None:
     assert finish([start("auto")]) == ["(0, 1, 0, 1) [1.0, 1.0, 1.0] SINGLE"]
 
 
-def test_distributed_init_raises_if_a_launched_rank_would_be_alone() -> None:
+def test_distributed_init_names_the_missing_part_of_the_environment(tmp_path: Path) -> None:
     """For example if the mpirun of one MPI starts a program whose mpi4py uses another MPI."""
-    errors = init_error(start("mpi", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4"))
-    assert "RendezvousError" in errors
-    assert "the environment says rank 1 of 4" in errors
-    assert "MPI has 1 rank" in errors
-
-
-def test_distributed_init_with_mpi_names_mpi4py_if_it_is_missing(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no mpi4py here')\n")
-    errors = init_error(start("mpi", PYTHONPATH=str(tmp_path)))
-    assert "BackendUnavailableError" in errors
-    assert "pip install 'flashlight-py[mpi]'" in errors
-
-
-def test_distributed_init_raises_if_a_rendezvous_is_missing() -> None:
-    assert "MASTER_ADDR" in init_error(start("env", RANK="0", WORLD_SIZE="2"))
-
-
-def init_error(process: subprocess.Popen[str]) -> str:
-    code, errors = jobs.finish(process)
-    assert code == 1
-    return errors
+    started = {
+        start("mpi", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4"): (
+            *("RendezvousError", "says rank 1 of 4 (OMPI_COMM_WORLD_RANK, ", "but MPI has 1 rank"),
+        ),
+        start("mpi", PYTHONPATH=str(tmp_path)): (
+            *("BackendUnavailableError", "pip install 'flashlight-py[mpi]'"),
+        ),
+        start("env", RANK="0", WORLD_SIZE="2"): ("MASTER_ADDR",),
+    }
+    for process, words in started.items():
+        code, errors = jobs.finish(process)
+        assert code == 1
+        assert all(word in errors for word in words), errors
 
 
 def start_watchdog_without_descriptors(*args: Any) -> None:
@@ -288,13 +270,9 @@ def test_distributed_init_raises_os_error_for_trace_dir_in_a_removed_working_dir
     assert not fl.is_distributed_init()
 
 
-def test_distributed_init_raises_type_error_if_params_is_no_mapping() -> None:
+def test_init_rejects_params_and_an_environment_without_ranks() -> None:
     with pytest.raises(TypeError, match="dict"):
         fl.distributed_init(params=["FILE_PATH"])  # type: ignore[arg-type]
-
-
-def test_init_with_env_names_launchers_if_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "detect", lambda: None)
     with pytest.raises(fl.errors.RendezvousError, match="RANK, WORLD_SIZE"):
         fl.distributed_init(fl.DistributedInit.ENV)
 
@@ -318,38 +296,27 @@ def test_init_rejects_a_rank_unlike_the_environment(monkeypatch: pytest.MonkeyPa
         fl.distributed_init("env://", 1, 2)
 
 
-def join_world(
-    rank: int, size: int, init_method: str | None, passes_rank: bool, **params: Any
-) -> Any:
-    passed = (rank, size) if passes_rank else (-1, -1)
-    fl.distributed_init(init_method, *passed, {"TIMEOUT": "30", **params})
-    x = fl.all_reduce(np.array([rank + 1]))
-    fl.distributed_shutdown()
-    return int(x[0])
+def join_worlds(rank: int, size: int, ports: list[int], path: str) -> list[int]:
+    results: list[int] = []
+
+    def join(init_method: str | None, *rank_and_size: int, **params: str) -> None:
+        fl.distributed_init(init_method, *rank_and_size, {"TIMEOUT": "30", **params})
+        results.append(int(fl.all_reduce(np.array([rank + 1]))[0]))
+        fl.distributed_shutdown()
+
+    os.environ |= {"MASTER_ADDR": "nowhere", "MASTER_PORT": str(ports[2])}
+    join(f"tcp://localhost:{ports[0]}", rank, size)
+    join(f"file://{path}", rank, size)
+    join(None, rank, size, MASTER_ADDR="localhost")  # the port is in the environment
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    join(f"tcp://localhost:{ports[1]}", -1, -1)
+    return results
 
 
-def test_distributed_init_accepts_init_methods_of_torch(tmp_path: Path) -> None:
-    for word in (f"tcp://localhost:{free_port()}", f"file://{tmp_path / 'meet'}"):
-        assert run_ranks(join_world, 2, word, True, init=None) == [3, 3]
-
-
-def variables(rank: int) -> dict[str, str]:
-    return {"RANK": str(rank), "WORLD_SIZE": "2"}
-
-
-def test_distributed_init_combines_an_address_with_rank_and_size_of_the_environment() -> None:
-    word = f"tcp://localhost:{free_port()}"
-    assert run_ranks(join_world, 2, word, False, init=None, env=variables) == [3, 3]
-
-
-def join_by_params(rank: int, size: int) -> Any:
-    return join_world(rank, size, None, True, MASTER_ADDR="localhost")
-
-
-def test_distributed_init_params_override_the_address_of_rank_0() -> None:
-    """Keys in params override the environment, which provides the other values."""
-    environ = {"MASTER_ADDR": "nowhere", "MASTER_PORT": str(free_port())}
-    assert run_ranks(join_by_params, 2, init=None, env=lambda _: environ) == [3, 3]
+def test_distributed_init_combines_init_methods_params_and_the_environment(tmp_path: Path) -> None:
+    ports = [free_port() for _ in range(3)]
+    results = run_ranks(join_worlds, 2, ports, f"{tmp_path / 'meet'}", init=None)
+    assert results == [[3] * 4] * 2
 
 
 @pytest.mark.parametrize(("key", "usual"), [("TIMEOUT", 300.0), ("HOST_TIMEOUT", 5.0)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import hosts_by_letter, on_ranks, ranks_in
+from tests.distributed.conformance import hosts_by_letter, on_ranks, ranks_in, slow
 
 ranks = ranks_in(("gloo", 4), ("shm", 4), ("hierarchical", 5), slow=[("mpi", 4)])
 
@@ -103,32 +103,18 @@ def test_ranks_tags_and_colors_may_be_numpy_integers(rank: int, size: int) -> No
         fl.new_group([0.5, 1])  # type: ignore[list-item]
 
 
-@on_ranks()
-def test_sync_distributed_does_not_repeat_a_raised_failure(rank: int, size: int) -> None:
-    work = fl.all_reduce(np.ones((4, 2 * size + 2 * rank))[:, ::2], async_op=True)
-    for _ in range(2):
-        with pytest.raises(fl.errors.MismatchError, match="made different calls"):
-            work.wait()
-    fl.sync_distributed()  # wait() has raised it
-
-
 @pytest.mark.parametrize("is_reported", [True, False])
 @on_ranks()
 def test_wrong_rows_raise_once_and_keep_results(rank: int, size: int, is_reported: bool) -> None:
     """Start a call with a wrong ``out``, and another call with a strided array."""
-    x, out, gaps = np.ones((rank + 1, 2)), np.zeros((1, 2)), np.ones((3, 4))[:, ::2]
+    x, gaps = np.ones((rank + 1, 2)), np.ones((3, 4))[:, ::2]
+    out = np.zeros((1, 4))[:, ::2] if is_reported else np.zeros((1, 2))
     work = fl.all_gather(x, out=out, async_op=True)
     fl.all_reduce(gaps, async_op=True)  # its result is copied into the strided array
-    error = pytest.raises(ValueError, match="expected out with")
-    if is_reported:
-        with error:
-            work.wait()
-        fl.sync_distributed()
-    else:
-        with error:
-            fl.sync_distributed()
-    same(gaps, np.full((3, 2), size))
+    with pytest.raises(ValueError, match="expected out with"):
+        work.wait() if is_reported else fl.sync_distributed()
     fl.sync_distributed()
+    same(gaps, np.full((3, 2), size))
 
 
 def test_work_raises_in_every_wait_if_its_result_cannot_be_stored() -> None:
@@ -166,17 +152,19 @@ def test_group_may_be_closed_at_once(rank: int, size: int) -> None:
         fl.split(rank % 2).close()
 
 
+SHORT: dict[str, Any] = {"params": {"TIMEOUT": 1}}
 # The last rank is on the host of rank 0.
 SAME_HOST: dict[str, Any] = {"env": hosts_by_letter("aba")}
+TAGGED: list[Any] = [
+    *((("shm", 2, SHORT), True), (("mpi", 2, SHORT), False), (("gloo", 2, SHORT), False)),
+    *((("hierarchical", 3, SHORT, SAME_HOST), True), (("hierarchical", 3, SHORT), False)),
+]
 
 
-@pytest.mark.parametrize("sends", [True, False])
-@on_ranks(
-    ("gloo", 2),
-    slow=[("shm", 2), ("mpi", 2), ("hierarchical", 3, SAME_HOST), ("hierarchical", 3)],
-    fresh=True,
-    params={"TIMEOUT": 1},
+@pytest.mark.parametrize(
+    ("ranks", "sends"), [(("gloo", 2, SHORT), True), *slow(*TAGGED)], indirect=["ranks"]
 )
+@on_ranks(fresh=True)
 def test_timeout_error_names_both_tags_if_they_differ(rank: int, size: int, sends: bool) -> None:
     last, x = size - 1, np.zeros(20_000)
     first, second = (fl.send, fl.recv) if sends else (fl.recv, fl.send)
@@ -247,12 +235,17 @@ def test_sync_distributed_in_a_thread_removes_no_result(rank: int, size: int) ->
 
 
 @on_ranks()
-def test_raised_failures_are_freed(rank: int, size: int) -> None:
+def test_raised_failures_are_not_repeated_and_are_freed(rank: int, size: int) -> None:
     for _ in range(20):
         work = fl.all_gather(np.ones((rank + 1, 2)), out=np.zeros((1, 2)), async_op=True)
         fl.all_reduce(np.ones(3), async_op=True).wait()
         with pytest.raises(ValueError, match="out"):
             work.wait()
+    late = fl.all_reduce(np.ones((4, 2 * size + 2 * rank))[:, ::2], async_op=True)
+    for _ in range(2):
+        with pytest.raises(fl.errors.MismatchError, match="made different calls"):
+            late.wait()
+    fl.sync_distributed()  # wait() has raised all of them
     gc.collect()
     errors = [one for one in gc.get_objects() if isinstance(one, ValueError)]
     assert len(errors) < 10, errors

@@ -116,10 +116,9 @@ def messages(rank: int, size: int, kind: str) -> None:
     assert numbers(received) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("verbs", [verbs_in_place, verbs_into_out, messages])
-def test_verbs_use_the_memory_of_other_libraries(pool: Any, verbs: Any, kind: str) -> None:
-    pool(2).run(verbs, kind)
+def test_verbs_use_the_memory_of_other_libraries(pool: Any, verbs: Any) -> None:
+    pool(2).run_each(verbs, [(kind,) for kind in MAKERS])
 
 
 # PyTorch --------------------------------------------------------------------------------------
@@ -142,12 +141,8 @@ def torch() -> Any:
 def test_verbs_accept_tensors_of_every_dtype_and_layout(rank: int, size: int, dtype: str) -> None:
     import torch
 
-    for tensor in (
-        torch.ones(5, 3, dtype=getattr(torch, dtype)),
-        torch.ones(6, 4, dtype=getattr(torch, dtype)).t()[1:, ::2],
-        torch.ones((), dtype=getattr(torch, dtype)),
-        torch.ones(0, 3, dtype=getattr(torch, dtype)),
-    ):
+    tensors = [torch.ones(*shape, dtype=getattr(torch, dtype)) for shape in ((5, 3), ((),), (0, 3))]
+    for tensor in (*tensors, torch.ones(6, 4, dtype=getattr(torch, dtype)).t()[1:, ::2]):
         address, expected = tensor.data_ptr(), torch.full_like(tensor, size)
         assert fl.all_reduce(tensor) is tensor
         assert (tensor.data_ptr(), bool((tensor == expected).all())) == (address, True)
@@ -156,7 +151,7 @@ def test_verbs_accept_tensors_of_every_dtype_and_layout(rank: int, size: int, dt
         assert bool((tensor == expected * size).all())
 
 
-def test_verbs_reject_a_tensor_that_requires_grad_and_accept_it_detached(torch: Any) -> None:
+def test_verbs_reject_tensors_that_require_grad_or_have_no_memory(torch: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"requires grad.*x\.detach\(\)"):
         fl.all_reduce(weight)
@@ -165,17 +160,13 @@ def test_verbs_reject_a_tensor_that_requires_grad_and_accept_it_detached(torch: 
     with torch.no_grad():
         assert fl.all_reduce(weight, scale=2.0) is weight
     assert weight.tolist() == [4, 4, 4]
-
-
-def test_verbs_reject_tensors_without_memory(torch: Any) -> None:
-    for tensor in (
-        torch.ones(3, dtype=torch.complex64).conj(),
-        torch.eye(3).to_sparse(),
-        torch.zeros(3, device="meta"),
-        torch.zeros(3, dtype=torch.float8_e4m3fn),
-    ):
+    without = [torch.ones(3, dtype=torch.complex64).conj(), torch.eye(3).to_sparse()]
+    without += [torch.zeros(3, device="meta"), torch.zeros(3, dtype=torch.float8_e4m3fn)]
+    for tensor in without:
         with pytest.raises(TypeError, match="cannot access the memory"):
             fl.all_reduce(tensor)
+    with pytest.raises(ValueError, match="disjoint memory"):
+        fl.all_reduce_multiple([weight.detach()] * 2)
 
 
 @pytest.mark.usefixtures("torch")
@@ -197,12 +188,6 @@ def test_synchronize_accepts_a_pytorch_model(rank: int, size: int) -> None:
         assert torch.equal(entry, tensor)
     optimizer.load_state_dict(fl.synchronize(optimizer.state_dict(), root=1))
     assert optimizer.param_groups[0]["lr"] == 2.0
-
-
-def test_all_reduce_multiple_rejects_the_same_tensor_twice(torch: Any) -> None:
-    x = torch.ones(3)
-    with pytest.raises(ValueError, match="disjoint memory"):
-        fl.all_reduce_multiple([x, x])
 
 
 def test_program_of_the_pytorch_page_runs(torch: Any, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from flashlight_py.distributed import api
 from flashlight_py.distributed.verbs import VERBS
 from flashlight_py.parallel import functional
 from tests.distributed import conformance
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import BACKENDS, slow
 
 LIMIT = 30  # seconds that the ranks wait
 PROMPT = 5.0  # seconds: far below LIMIT, far above the normal time
@@ -76,67 +76,62 @@ class PressesCtrlC:
 
 # Calls in which rank 0 is interrupted. Other ranks make them too; the last rank is late.
 ROWS: dict[str, Verb] = {
-    "all_reduce": lambda group: group.all_reduce(ones()),
-    "reduce": lambda group: group.reduce(ones()),
-    "reduce_scatter": lambda group: group.reduce_scatter(ones()),
-    "scan": lambda group: group.scan(ones(MANY)),
-    "exscan": lambda group: group.exscan(ones(MANY), op="max"),
-    "broadcast": lambda group: group.broadcast(ones(), group.size - 1),
-    "all_gather": lambda group: group.all_gather(ones()),
-    "gather": lambda group: group.gather(ones()),
-    "scatter": lambda group: group.scatter(ones() if group.rank else None, group.size - 1),
-    "all_to_all": lambda group: group.all_to_all(ones()),
-    "barrier": lambda group: group.barrier(),
+    "all_reduce": lambda g: g.all_reduce(ones()),
+    "reduce": lambda g: g.reduce(ones()),
+    "reduce_scatter": lambda g: g.reduce_scatter(ones()),
+    "scan": lambda g: g.scan(ones(MANY)),
+    "exscan": lambda g: g.exscan(ones(MANY), op="max"),
+    "broadcast": lambda g: g.broadcast(ones(), g.size - 1),
+    "all_gather": lambda g: g.all_gather(ones()),
+    "gather": lambda g: g.gather(ones()),
+    "scatter": lambda g: g.scatter(ones() if g.rank else None, g.size - 1),
+    "all_to_all": lambda g: g.all_to_all(ones()),
+    "barrier": lambda g: g.barrier(),
     "send": pair(lambda g: g.send(ones(MANY), partner(g)), lambda g: g.recv(ones(MANY), 0)),
     "recv": pair(lambda g: g.recv(ones(), partner(g)), lambda g: g.send(ones(), 0)),
     "sendrecv": pair(*[lambda g: g.sendrecv(ones(), partner(g), out=ones(), src=partner(g))] * 2),
-    "all_reduce_multiple": lambda group: group.all_reduce_multiple([ones(), ones()]),
-    "all_reduce_location": lambda group: group.all_reduce_location(ones()),
-    "broadcast_object": lambda group: group.broadcast_object("x", group.size - 1),
-    "all_gather_object": lambda group: group.all_gather_object("x"),
-    "gather_object": lambda group: group.gather_object("x"),
-    "scatter_object": lambda group: group.scatter_object(["x"] * group.size, group.size - 1),
+    "all_reduce_multiple": lambda g: g.all_reduce_multiple([ones(), ones()]),
+    "all_reduce_location": lambda g: g.all_reduce_location(ones()),
+    "broadcast_object": lambda g: g.broadcast_object("x", g.size - 1),
+    "all_gather_object": lambda g: g.all_gather_object("x"),
+    "gather_object": lambda g: g.gather_object("x"),
+    "scatter_object": lambda g: g.scatter_object(["x"] * g.size, g.size - 1),
     "send_object": pair(
         lambda g: g.send_object("x" * 8 * MANY, partner(g)), lambda g: g.recv_object(0)
     ),
     "recv_object": pair(lambda g: g.recv_object(partner(g)), lambda g: g.send_object("x", 0)),
-    "new_group": lambda group: group.new_group(range(group.size)),
-    "split": lambda group: group.split(0),
-    "shared_empty": lambda group: group.shared_empty(3),
-    "host_array": lambda group: group.host_array(ones),
+    "new_group": lambda g: g.new_group(range(g.size)),
+    "split": lambda g: g.split(0),
+    "shared_empty": lambda g: g.shared_empty(3),
+    "host_array": lambda g: g.host_array(ones),
 }
 
 NO_VERBS = {"P2POp", "Grid", "grid"}  # these functions send nothing
 
 # Other names of verbs, or combinations of verbs.
 FORMS: dict[str, Verb] = {
-    "all_reduce of 4 MB": lambda group: group.all_reduce(np.ones(1 << 19)),
-    "all_reduce behind another": lambda group: [
-        group.all_reduce(ones(), async_op=group.rank == 0),
-        group.all_reduce(ones()),
+    "all_reduce of 4 MB": lambda g: g.all_reduce(np.ones(1 << 19)),
+    "all_reduce behind another": lambda g: [
+        g.all_reduce(ones(), async_op=async_op) for async_op in (g.rank == 0, False)
     ],
-    "all_reduce of a matrix's columns": lambda group: group.all_reduce(np.ones((4, 4))[:, ::2]),
-    "all_reduce_multiple in one": lambda group: group.all_reduce_multiple(
+    "all_reduce of a matrix's columns": lambda g: g.all_reduce(np.ones((4, 4))[:, ::2]),
+    "all_reduce_multiple in one": lambda g: g.all_reduce_multiple(
         [ones(), ones()], contiguous=True
     ),
-    "reduce_scatter in parts": lambda group: group.reduce_scatter(
-        ones(), rows=[12] + [0] * (group.size - 1)
-    ),
-    "all_to_all in parts": lambda group: group.all_to_all(
-        ones(), rows=[12] + [0] * (group.size - 1)
-    ),
-    "barrier of its own limit": lambda group: group.barrier(LIMIT),
+    "reduce_scatter in parts": lambda g: g.reduce_scatter(ones(), rows=[12] + [0] * (g.size - 1)),
+    "all_to_all in parts": lambda g: g.all_to_all(ones(), rows=[12] + [0] * (g.size - 1)),
+    "barrier of its own limit": lambda g: g.barrier(LIMIT),
     "recv of any rank": pair(lambda g: g.recv(ones(), None), lambda g: g.send(ones(), 0)),
     "recv in part": pair(
         lambda g: g.recv(ones(), partner(g), partial=True), lambda g: g.send(ones(), 0)
     ),
     "recv, noticed by another verb": pair(lambda g: g.recv(ones(), partner(g)), send_before_a_wait),
-    "synchronize": lambda group: fl.synchronize([ones(), 3], group=group),
-    "synchronize between two calls": lambda group: fl.synchronize(
-        [ones(), PressesCtrlC() if group.rank == 0 else 3], group=group
+    "synchronize": lambda g: fl.synchronize([ones(), 3], group=g),
+    "synchronize between two calls": lambda g: fl.synchronize(
+        [ones(), PressesCtrlC() if g.rank == 0 else 3], group=g
     ),
-    "functional.all_reduce": lambda group: functional.all_reduce(fl.input(ones()), group=group),
-    "functional.all_gather": lambda group: functional.all_gather(fl.input(ones()), group=group),
+    "functional.all_reduce": lambda g: functional.all_reduce(fl.input(ones()), group=g),
+    "functional.all_gather": lambda g: functional.all_gather(fl.input(ones()), group=g),
     "functional.recv": pair(
         lambda g: functional.recv(((12,), np.float64), partner(g), group=g),
         lambda g: functional.send(fl.input(ones()), 0, group=g),
@@ -148,7 +143,7 @@ GOES_ON: dict[str, Verb] = {
     "isend": pair(lambda g: g.isend(ones(MANY), partner(g)), lambda g: g.irecv(ones(MANY), 0)),
     "irecv": pair(lambda g: g.irecv(ones(), partner(g)), lambda g: g.isend(ones(), 0)),
     "batch_isend_irecv": pair(*[lambda g: g.batch_isend_irecv([op("send", g), op("recv", g)])] * 2),
-    "sync_distributed": lambda group: group.all_reduce(ones(), async_op=True),
+    "sync_distributed": lambda g: g.all_reduce(ones(), async_op=True),
 }
 
 
@@ -242,14 +237,11 @@ def world_of(backend: str) -> tuple[int, dict[str, Any]]:
 
 
 SETS = {"verbs": ROWS, "forms": FORMS, "goes on": GOES_ON}
-SLOW = list(itertools.product(("gloo", "hierarchical", "mpi"), ("verbs", "forms")))
-CASES = [
-    pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ())
-    for case in itertools.product(("shm", "gloo", "hierarchical", "mpi"), SETS)
-]
+FAST = [("shm", "verbs"), ("shm", "forms"), ("gloo", "goes on")]
+OTHERS = {*itertools.product(("shm", "gloo", "hierarchical", "mpi"), SETS)} - {*FAST}
 
 
-@pytest.mark.parametrize(("backend", "which"), CASES)
+@pytest.mark.parametrize(("backend", "which"), [*FAST, *slow(*sorted(OTHERS))])
 def test_ctrl_c_in_a_verb_ends_the_group(backend: str, which: str, pool: Any) -> None:
     size, options = world_of(backend)
     # MPI makes progress only in a wait.

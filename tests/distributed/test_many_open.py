@@ -14,7 +14,8 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.errors import DistributedError, GroupClosedError, PeerLostError
-from tests.distributed.conformance import on_ranks, ranks_in
+from tests.distributed.conformance import on_ranks, slow
+from tests.pairwise import pairs
 
 # Bytes that a message may use in addition to its array and Python's objects.
 MOST_BYTES = 200
@@ -23,9 +24,7 @@ ONCE = 600_000
 
 # On several hosts Python starts and ends each message, here for four ranks on two cores.
 OPEN = {2: 10_000, 4: 1_000}
-WORLDS = [("shm", 2), ("gloo", 2), ("hierarchical", 4)]
-
-ranks = ranks_in(*WORLDS)
+SHM, GLOO, HOSTS = ("shm", 2), ("gloo", 2), ("hierarchical", 4)
 
 # Seconds until all messages have ended.
 SOON = 5.0  # on two ranks
@@ -134,7 +133,11 @@ def assert_lost(errors: list[DistributedError], rank: int) -> None:
     assert all(f"rank {rank}" in text for text in lost), lost[0]
 
 
-@pytest.mark.parametrize("batch", [False, True], ids=["each", "one batch"])
+@pytest.mark.parametrize(
+    ("ranks", "batch"),
+    [(SHM, False), *slow((SHM, True), (GLOO, True), (HOSTS, False))],
+    indirect=["ranks"],
+)
 @on_ranks()
 def test_open_messages_end_after_the_group_is_closed(rank: int, size: int, batch: bool) -> None:
     """Rank 0 closes the group. The other ranks are notified, and close it too."""
@@ -159,7 +162,7 @@ def test_open_messages_end_after_the_group_is_closed(rank: int, size: int, batch
     assert counts[1] <= counts[0]
 
 
-@on_ranks(*WORLDS, lost=1)
+@on_ranks(SHM, slow=[GLOO, HOSTS], lost=1)
 def test_open_messages_end_after_a_peer_is_killed(rank: int, size: int) -> None:
     group = fl.distributed.start.world.current_world().group
     works = begin(group, 1, OPEN[size], batch=False)
@@ -172,7 +175,7 @@ def test_open_messages_end_after_a_peer_is_killed(rank: int, size: int) -> None:
     assert seconds < SOON * size / 2, seconds
 
 
-@on_ranks(*WORLDS, fresh=True)  # a fork keeps resources of other tests open
+@on_ranks(SHM, slow=[GLOO, HOSTS], fresh=True)  # a fork keeps resources of other tests open
 def test_open_messages_have_ended_in_a_forked_child_only(rank: int, size: int) -> None:
     peer, count = rank ^ 1, OPEN[size]
     sent, received = (np.full((count, 2), value, np.int32) for value in (rank, -1))
@@ -199,11 +202,16 @@ def test_open_messages_have_ended_in_a_forked_child_only(rank: int, size: int) -
     assert np.all(received == peer)
 
 
-@pytest.mark.parametrize("one_tag", [False, True], ids=["tags", "one tag"])
-@pytest.mark.parametrize("kind", ["irecv", "isend", "irecv of any"])
+@pytest.mark.parametrize(
+    ("ranks", "kind", "one_tag"),
+    [
+        *((SHM, "irecv", True), (SHM, "isend", False), (GLOO, "irecv of any", True)),
+        *slow(*pairs((SHM, GLOO), ("irecv", "isend", "irecv of any"), (False, True))),
+        *slow((HOSTS, "irecv", False), (HOSTS, "isend", True)),
+    ],
+    indirect=["ranks"],
+)
 def test_open_messages_need_no_thread_and_few_bytes(ranks: Any, kind: str, one_tag: bool) -> None:
-    if kind == "irecv of any" and ranks.size > 2:
-        pytest.skip("any other rank may send here")
     count = OPEN[ranks.size]
     # Small messages are stored at the receiver. Over TCP they may be in its buffer.
     most = MOST_BYTES * (2 if kind == "isend" else 1)

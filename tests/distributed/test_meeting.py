@@ -22,7 +22,7 @@ def _no_file_is_left(tmp_path: Path) -> Iterator[None]:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_exchange_returns_all_payloads_on_every_rank(ranks: Ranks, size: int) -> None:
     ranks.run(size, lengths=[3, 0, 1_000_000, 1])
 
@@ -39,14 +39,14 @@ def test_exchange_waits_for_a_late_rank(ranks: Ranks, late: int) -> None:
 @pytest.mark.slow
 @WITHOUT_TREE
 def test_exchange_error_names_missing_ranks_on_every_rank(ranks: Ranks) -> None:
-    for rank in ranks.start_together((0, 1, 4), 5, timeout=2.0):
-        assert "ranks 2, 3 of 5 have not arrived within 2 s" in rank.refusal()
+    for rank in ranks.start_together((0, 1, 4), 5, timeout=1.0):
+        assert "ranks 2, 3 of 5 have not arrived within 1 s" in rank.refusal()
 
 
 @WITHOUT_TREE
 def test_exchange_error_names_rank_0_if_it_is_missing(ranks: Ranks, port: int) -> None:
-    text = ranks.start(1, 2, timeout=0.5).refusal()
-    assert "rank 0 of 2 has not arrived within 0.5 s" in text
+    text = ranks.start(1, 2, timeout=0.2).refusal()
+    assert "rank 0 of 2 has not arrived within 0.2 s" in text
     assert f"127.0.0.1:{port}" in text or ranks.defaults["store"] == "file"
 
 

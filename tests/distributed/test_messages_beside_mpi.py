@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import Array, world_of
+from tests.distributed.conformance import Array, slow, world_of
 
 DTYPES = ("int8", "uint16", "float32", "float64", "complex128")
 MOST_BYTES = 256 << 10
@@ -304,19 +304,17 @@ def run_on_both(rank: int, size: int, count: int, most: int, seed: int) -> None:
 
 pytest.importorskip("mpi4py")
 
-TRIED = [("shm", 2), ("shm", 4), ("gloo", 3), ("hierarchical", 4), ("mpi", 3)]
-BY_MPI = {"init": "mpi"}
+FEW, MANY = [(100, 12, 1)], [(100, 8, 1), (100, 100, 2), (3000, 30, 3), (3000, 1000, 4)]
+WORLDS = [("shm", 4), ("gloo", 3), ("hierarchical", 4), ("mpi", 3)]
 
 
-@pytest.mark.parametrize(("backend", "size"), TRIED)
-def test_random_messages_are_the_same_as_in_mpi(pool: Any, backend: str, size: int) -> None:
-    ranks = pool(size, **world_of(backend, BY_MPI))
-    ranks.run_each(run_on_both, [(100, 8, 1), (100, 100, 2)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "size"), TRIED)
-def test_10_000_messages_return_the_same_as_mpi(pool: Any, backend: str, size: int) -> None:
-    programs = [(10_000, 30, 3), (10_000, 1000, 4)]
-    ranks = pool(size, **world_of(backend, BY_MPI))
-    ranks.run_each(run_on_both, programs, deadline=110.0)
+@pytest.mark.parametrize(
+    ("backend", "size", "draws"),
+    [*((*world, FEW) for world in WORLDS[2:]), *slow(*((*world, MANY) for world in WORLDS))],
+)
+def test_random_messages_are_the_same_as_in_mpi(
+    pool: Any, backend: str, size: int, draws: list[tuple[int, ...]]
+) -> None:
+    """Each of ``draws`` has the number of messages, of open steps, and the seed of a program."""
+    ranks = pool(size, **world_of(backend, {"init": "mpi"}))
+    ranks.run_each(run_on_both, draws, deadline=110.0)

@@ -33,7 +33,14 @@ from flashlight_py.errors import (
     UnavailableEverywhereError,
 )
 from tests.distributed import conformance
-from tests.distributed.conformance import dtype_of, hosts_by_letter, on_ranks, ranks_in, two_hosts
+from tests.distributed.conformance import (
+    dtype_of,
+    hosts_by_letter,
+    on_ranks,
+    raises,
+    slow,
+    two_hosts,
+)
 from tests.distributed.harness import run_ranks
 from tests.distributed.mismatch_errors import first_error, mismatch_now_or_later
 from tests.distributed.programs import every_verb, run_program
@@ -41,7 +48,6 @@ from tests.distributed.test_failures import CALLS, skip_the_call
 
 pytest.importorskip("mpi4py")
 
-ranks = ranks_in(("mpi", 2), ("mpi", 3))
 TIMEOUT = 20.0
 # With Gloo as the CPU backend, and with shared memory inside hosts and Gloo between them.
 APART: dict[str, Any] = {"env": hosts_by_letter("abc")}
@@ -60,20 +66,14 @@ def backend() -> MpiBackend:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [50, 10_000])
-@pytest.mark.parametrize("dtype", ["float32", "int8", "longdouble"])
-@on_ranks()
+@pytest.mark.parametrize(("dtype", "limit"), [("int8", 50), ("longdouble", 10_000)])
+@on_ranks(("mpi", 3))
 def test_arrays_above_the_limit_use_chunks(rank: int, size: int, dtype: str, limit: int) -> None:
     """With a limit of 50 or 10,000 bytes instead of 2 GB."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verb_steps, "LARGEST_BYTES", limit)
         run_program(rank, size, every_verb(size, dtype, (1, 25, 1000)))
         conformance.check_message_ring(rank, size, 5000)
-
-
-@on_ranks()
-def test_concurrent_operations_may_be_waited_for_in_any_order(rank: int, size: int) -> None:
-    conformance.check_random_operations(rank, size, seed=1, steps=150)
 
 
 @pytest.mark.slow
@@ -84,14 +84,14 @@ def test_operation_progresses_while_its_rank_does_not_wait(rank: int, size: int)
     started = time.monotonic()
     work = fl.all_reduce(x, async_op=True)
     if rank == 0:
-        threading.Event().wait(2.0)
+        threading.Event().wait(1.0)
     work.wait()
     assert np.all(x == size)
-    assert rank == 0 or time.monotonic() - started < 1.5
+    assert rank == 0 or time.monotonic() - started < 0.7
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "longdouble"])
-@on_ranks()
+@on_ranks(("mpi", 3))
 def test_min_and_max_of_nan_and_zeros_agree_on_all_ranks(rank: int, size: int, name: str) -> None:
     """NaN and zeros of both signs, in a different order on each rank."""
     odd = [np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1.0, -1.0]
@@ -119,7 +119,7 @@ def test_group_is_freed_after_all_ranks_have_left(rank: int, size: int) -> None:
 @on_ranks(("mpi", 2), fresh=True)
 def test_world_can_be_created_again(rank: int, size: int) -> None:
     params = {"BACKEND": "mpi", "TIMEOUT": TIMEOUT}
-    for _ in range(10):
+    for _ in range(5):
         fl.distributed_shutdown()
         fl.distributed_init(fl.DistributedInit.MPI, params=params)
         x = np.ones(1000)
@@ -136,18 +136,11 @@ def test_describe_names_the_mpi_library(rank: int, size: int) -> None:
     assert all(words in text for words in ("NumPy arrays: MPI (", "mpi4py 4", "BACKEND is mpi"))
 
 
-@on_ranks(("mpi", 2), fresh=True, env=UNCHECKED)
-def test_verbs_work_without_checks(rank: int, size: int) -> None:
-    x = np.full(1000, rank + 1.0)
-    fl.all_reduce(x)
-    assert np.all(x == sum(range(size + 1)))
-    fl.barrier()
+@on_ranks(("mpi", 2), fresh=True, env={"MPI4PY_RC_THREAD_LEVEL": "funneled", **UNCHECKED})
+def test_operations_advance_in_waits_if_mpi_is_single_threaded(rank: int, size: int) -> None:
+    """Also verbs without checks."""
     got = fl.all_gather(np.full(rank + 1, rank))
     assert np.array_equal(got, np.repeat(np.arange(size), np.arange(size) + 1))
-
-
-@on_ranks(("mpi", 2), fresh=True, env={"MPI4PY_RC_THREAD_LEVEL": "funneled"})
-def test_operations_advance_in_waits_if_mpi_is_single_threaded(rank: int, size: int) -> None:
     conformance.check_pending_works(rank, size)
     conformance.check_message_ring(rank, size, 50_000)
     work = fl.all_reduce(np.ones(3), async_op=True)
@@ -201,21 +194,20 @@ def _raise() -> None:
     ("manner", "raised", "why"),
     [
         ("is interrupted", KeyboardInterrupt, "(it stopped in all_reduce: KeyboardInterrupt())"),
-        ("raises", GroupClosedError, "it raised ValueError: in another thread"),
-        ("leaves", GroupClosedError, "lost rank 1 (it has left the group)"),
+        *slow(
+            ("raises", GroupClosedError, "it raised ValueError: in another thread"),
+            ("leaves", GroupClosedError, "lost rank 1 (it has left the group)"),
+        ),
     ],
 )
 @on_one_host_and_several()
 def test_rank_that_ends_during_a_call_is_named_at_once(
     rank: int, size: int, manner: str, raised: type[BaseException], why: str
 ) -> None:
-    began = time.monotonic()
-    with pytest.raises(raised if rank == 1 else PeerLostError) as caught:
+    began, lost = time.monotonic(), (PeerLostError, f"rank {rank} of 3: lost rank 1", why)
+    with raises(raised) if rank == 1 else raises(*lost):
         stop_in_the_middle(rank, manner)
     assert time.monotonic() - began < 5.0
-    if rank != 1:
-        assert f"rank {rank} of 3: lost rank 1" in str(caught.value)
-        assert why in str(caught.value)
 
 
 @pytest.mark.slow
@@ -247,25 +239,19 @@ def _late(steps: Iterator[None]) -> Iterator[None]:
 @pytest.mark.slow
 @on_ranks(("mpi", 3, APART), ("mpi", 3, HOSTS), fresh=True, params={"TIMEOUT": 1})
 def test_absent_rank_is_named_on_several_hosts(rank: int, size: int) -> None:
-    output = skip_the_call(rank, size, 4.0)
+    output = skip_the_call(rank, size, 3.0)
     assert rank == 1 or "rank 1 did not join within" in output
 
 
 @pytest.mark.slow
-@on_ranks(("mpi", 3), fresh=True, params={"TIMEOUT": 2}, env=UNCHECKED)
-def test_unchecked_call_raises_after_a_rank_has_left(rank: int, size: int) -> None:
+@on_ranks(("mpi", 3), fresh=True, params={"TIMEOUT": 1}, env=UNCHECKED)
+def test_unchecked_call_raises_after_a_rank_has_left_or_is_late(rank: int, size: int) -> None:
     group = fl.new_group(range(size))
     if rank == size - 1:
         group.close()
     else:
         with pytest.raises(DistributedError):
             group.all_reduce(np.full(4, 5.0))
-    fl.barrier()
-
-
-@pytest.mark.slow
-@on_ranks(("mpi", 3), fresh=True, params={"TIMEOUT": 1}, env=UNCHECKED)
-def test_unchecked_wait_ends_after_the_timeout(rank: int, size: int) -> None:
     if rank == 1:
         time.sleep(2.0)
     with pytest.raises(CollectiveTimeoutError, match="a rank did not join"):
@@ -275,19 +261,13 @@ def test_unchecked_wait_ends_after_the_timeout(rank: int, size: int) -> None:
 # Creation, and the end of the job -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("other", "expected"),
-    [
+def test_mpi_cuda_aware_must_be_an_equal_flag_on_every_rank() -> None:
+    for other, expected in (
         (joining.MpiCard(1, 2, gpu_aware=True), "MPI_CUDA_AWARE differs between ranks"),
         (joining.MpiCard(problem="no libmpi"), "rank 1: no libmpi"),
-    ],
-)
-def test_check_cards_raises_if_cards_disagree(other: joining.MpiCard, expected: str) -> None:
-    with pytest.raises(UnavailableEverywhereError, match=expected):
-        joining._check_cards([joining.MpiCard(0, 2), other])
-
-
-def test_mpi_cuda_aware_must_be_a_flag() -> None:
+    ):
+        with pytest.raises(UnavailableEverywhereError, match=expected):
+            joining._check_cards([joining.MpiCard(0, 2), other])
     assert Settings.from_params({"MPI_CUDA_AWARE": "1"}).mpi_cuda_aware
     assert not Settings.from_params({"MPI_CUDA_AWARE": False}).mpi_cuda_aware
     with pytest.raises(ValueError, match="MPI_CUDA_AWARE"):
@@ -383,14 +363,6 @@ def test_job_is_aborted_after_its_output_has_been_read() -> None:
         assert process.stdout.read() == b"0\n"
     assert process.returncode == 1
     os.close(reading)
-
-
-def test_progress_installs_no_hook_in_interactive_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    before, progress, group = sys.excepthook, Progress(FakeMpi(), threaded=False), SimpleNamespace()
-    progress.add(group)
-    assert sys.excepthook is before
-    progress.remove(group, healthy=False)
 
 
 def test_arrays_of_a_failed_operation_are_kept() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.conformance import slow
 from tests.launch.launcher import LAUNCH, run, write
 
 NO_NETWORK = ("unshare", "-n")
@@ -33,9 +34,7 @@ ENV = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29717"}
 
 
 @pytest.mark.parametrize(
-    ("start", "env"),
-    [([*LAUNCH, "-n", "2"], {}), (MPIRUN, {}), ([sys.executable], ENV)],
-    ids=["file", "MPI", "port"],
+    ("start", "env"), [([*LAUNCH, "-n", "2"], {}), ([sys.executable], ENV), *slow((MPIRUN, {}))]
 )
 def test_init_needs_a_loopback(tmp_path: Path, start: Sequence[str], env: dict[str, str]) -> None:
     if subprocess.run([*NO_NETWORK, "true"], capture_output=True, check=False).returncode:
@@ -88,7 +87,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(params=["umount -l /proc", "mount -t tmpfs none /proc"])
+@pytest.fixture(params=["umount -l /proc", *slow("mount -t tmpfs none /proc")])
 def without_proc(request: pytest.FixtureRequest) -> tuple[str, ...]:
     if subprocess.run([*UNSHARED, request.param], capture_output=True, check=False).returncode:
         pytest.skip("needs a mount namespace")
@@ -152,8 +151,10 @@ def end_of(tmp_path: Path, program: str, *words: str, launcher: Sequence[object]
     return run([*(launcher or [sys.executable]), write(tmp_path, program), *words], timeout=50)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("library", ["gevent", "eventlet"])
+@pytest.mark.parametrize(
+    ("library", "when"),
+    [("gevent", "before"), *slow(("gevent", "after"), ("eventlet", "before"))],
+)
 def test_distributed_init_rejects_patched_ranks(tmp_path: Path, library: str, when: str) -> None:
     assert end_of(tmp_path, PROGRAM, library, when).stdout == "1\n"
     several = end_of(tmp_path, PROGRAM, library, when, launcher=[*LAUNCH, "-n", 2])
@@ -161,7 +162,7 @@ def test_distributed_init_rejects_patched_ranks(tmp_path: Path, library: str, wh
     assert f"threads and sockets patched by {library}" in several.stderr
 
 
-@pytest.mark.parametrize("library", ["gevent", "eventlet"])
+@pytest.mark.parametrize("library", ["gevent", *slow("eventlet")])
 def test_ranks_patched_after_the_start_end_without_an_error(tmp_path: Path, library: str) -> None:
     several = end_of(tmp_path, PROGRAM, library, "started", launcher=[*LAUNCH, "-n", 2])
     assert sorted((several.stdout + several.stderr).splitlines()) == ["[0] 2", "[1] 2"]
@@ -195,8 +196,8 @@ if __name__ == "__main__":
 )
 
 
-@pytest.mark.parametrize("position", ["main", "greenlet"])
-@pytest.mark.parametrize("library", ["gevent", "eventlet"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("library", "position"), [("gevent", "greenlet"), ("eventlet", "main")])
 def test_patched_process_starts_plain_processes(
     tmp_path: Path, library: str, position: str
 ) -> None:

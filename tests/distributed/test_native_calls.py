@@ -24,12 +24,13 @@ from flashlight_py.distributed.calls.arrays import dtype_of_code, native_code
 from flashlight_py.distributed.calls.journal import Record
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.start.world import current_world
-from flashlight_py.distributed.verbs import ALL_REDUCE, VERBS
+from flashlight_py.distributed.verbs import VERBS
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import MismatchError
 from tests.distributed import conformance
-from tests.distributed.conformance import on_ranks
+from tests.distributed.conformance import on_ranks, slow
 from tests.distributed.mismatch_errors import late_mismatch, mismatch_error
+from tests.pairwise import pairs
 
 in_both = on_ranks(("shm", 2), ("gloo", 2))
 CODES = {verb.name: verb.code for verb in (*VERBS, journal.SENDRECV)}
@@ -43,11 +44,9 @@ def settle() -> None:
 
 def native(group: ProcessGroup, verb: str, x: Any = None, **options: Any) -> Any:
     """Call the native entry, and wait for asynchronous results."""
-    names = ("out", "op", "scale", "peer", "tag", "async_op")
     op = False if verb in ("send", "recv") else "sum"  # for a receive: whether it is partial
     defaults = {"out": None, "op": op, "scale": 1.0, "peer": 0, "tag": 0, "async_op": False}
-    arguments = {**defaults, **options}
-    got = group.fast.collective(CODES[verb], x, *(arguments[name] for name in names))
+    got = group.fast.collective(CODES[verb], x, *{**defaults, **options}.values())
     return got.wait() if isinstance(got, Work) else got
 
 
@@ -136,8 +135,7 @@ def test_all_to_all_rows_are_compared_and_checked(rank: int, size: int) -> None:
     with pytest.raises(MismatchError, match=r"rank 1 called all_to_all\(rows=\.\.\.\)"):
         fl.barrier() if rank == 0 else fl.all_to_all(x, rows=rows)
     for refused in ([6], [7, -1], [3, 4], [True, 5], [2.0, 4], []):
-        arguments = CODES["all_to_all"], x, None, refused, 1, 0, 0, False
-        assert group.fast.collective(*arguments) is NotImplemented
+        assert native(group, "all_to_all", x, op=refused) is NotImplemented
 
 
 @in_both
@@ -256,31 +254,30 @@ def calls_of(code: int, size: int) -> list[tuple[str, dict[str, Any]]]:
     return moved
 
 
-@pytest.mark.parametrize("count", [3, 30_000])
-@pytest.mark.parametrize("async_op", [False, True])
-@on_ranks(("shm", 2), ("gloo", 2), slow=[("shm", 3), ("gloo", 3)])
+@pytest.mark.parametrize(
+    ("ranks", "async_op", "count"),
+    [
+        *pairs([("shm", 2), ("gloo", 2)], (False, True), (3, 30_000)),
+        *slow(*pairs([("shm", 3), ("gloo", 3)], (True, False), (3, 30_000))),
+    ],
+    indirect=["ranks"],
+)
+@on_ranks()
 def test_calls_by_address_equal_calls(rank: int, size: int, async_op: bool, count: int) -> None:
     """Public verbs return the same bits for arrays."""
     settle()
     group = current_world().group
     for code in range(len(DTYPES)) if count < 100 else (4, BFLOAT16, 12):
-        x = (np.arange(2 * size * count).reshape(2 * size, count) % 3 + rank).astype(
-            dtype_of_code(code)
-        )
+        x = np.arange(2 * size * count).reshape(2 * size, count) % 3 + rank
+        x = x.astype(dtype_of_code(code))
         for verb, options in calls_of(code, size):
-            copied, arguments = (
-                x.copy(),
-                {"op": options.get("op", "sum"), "peer": options.get("root", 0)},
-            )
+            copied, case = x.copy(), (verb, options, code)
+            arguments = {"op": options.get("op", "sum"), "peer": options.get("root", 0)}
             expected = getattr(fl, verb)(x.copy(), **options)
             in_place = conformance.BY_NAME[verb].in_place
             if not in_place:
                 got = native(group, verb, x, async_op=async_op, **arguments)
-                assert got is expected is None or np.array_equal(got, expected), (
-                    verb,
-                    options,
-                    code,
-                )
+                assert got is expected is None or np.array_equal(got, expected), case
             out = None if in_place or expected is None else np.zeros_like(expected)
             for one, other in MIXED[: 2 if in_place else 4]:
                 copied[...] = x
@@ -289,11 +286,11 @@ def test_calls_by_address_equal_calls(rank: int, size: int, async_op: bool, coun
                     arguments["op"] = options["op"] if one else ReduceOp[options["op"].upper()]
                 second = None if out is None else by_address(out) if other else out
                 got = native(group, verb, first, out=second, async_op=async_op, **arguments)
-                assert got is (first if in_place else second), (verb, options, code)
+                assert got is (first if in_place else second), case
                 where = copied if in_place else out
                 if verb == "exscan" and rank == 0:  # fl.exscan writes the identity later
                     continue
-                assert where is None or np.array_equal(where, expected), (verb, options, code)
+                assert where is None or np.array_equal(where, expected), case
             assert record_of(group).as_dict()["dtype"] == str(x.dtype)
 
 
@@ -307,22 +304,16 @@ def test_all_gather_accepts_an_input_in_its_result(rank: int, size: int, async_o
         out = np.full((size, count), -1.0)
         part = out[rank : rank + 1]
         part[:] = rank
-        addresses = by_address(part), by_address(out)
-        assert (
-            native(group, "all_gather", addresses[0], out=addresses[1], async_op=async_op)
-            is addresses[1]
-        )
+        gather = functools.partial(native, group, "all_gather", async_op=async_op)
+        room = by_address(out)
+        assert gather(by_address(part), out=room) is room
         assert (out == np.arange(size)[:, None]).all()
         before = [*group.journal.header]
         others = out[(rank + 1) % size :][:1]
-        for x, room in [
-            (by_address(others), addresses[1]),
-            (part, addresses[1]),
-            (by_address(out.reshape(2 * size, -1)[2 * rank : 2 * rank + 2]), addresses[1]),
-            (by_address(out[0]), by_address(out.reshape(-1))),
-        ]:
-            options = {"out": room, "async_op": async_op}
-            assert native(group, "all_gather", x, **options) is NotImplemented, x
+        halves = by_address(out.reshape(2 * size, -1)[2 * rank : 2 * rank + 2])
+        for x in (by_address(others), part, halves):
+            assert gather(x, out=room) is NotImplemented, x
+        assert gather(by_address(out[0]), out=by_address(out.reshape(-1))) is NotImplemented
         assert [*group.journal.header] == before
 
 
@@ -331,21 +322,15 @@ def test_calls_by_address_accept_memory_without_elements(rank: int, size: int) -
     settle()
     group = current_world().group
     x, gathered = np.full((), rank + 1.0), np.zeros(size)
-    assert (
-        native(group, "all_gather", by_address(x), out=by_address(gathered)) is not NotImplemented
-    )
+    out = by_address(gathered)
+    assert native(group, "all_gather", by_address(x), out=out) is out
     assert gathered.tolist() == [rank + 1.0 for rank in range(size)]
     native(group, "all_reduce", by_address(x))
     assert x == size * (size + 1) / 2
-    for verb in CODES:
-        if verb in ("barrier", "send", "recv", "sendrecv"):
-            continue
-        x = 0, 12, (size, 0), None
-        out = None if conformance.BY_NAME[verb].in_place else (0, 12, (size, 0), None)
-        if verb in ("all_gather", "gather"):
-            out = 0, 12, (size * size, 0), None
-        elif verb in ("scatter", "reduce_scatter"):
-            out = 0, 12, (1, 0), None
+    rows = {"all_gather": size * size, "gather": size * size, "scatter": 1, "reduce_scatter": 1}
+    for verb in {*CODES} - {"barrier", "send", "recv", "sendrecv"}:
+        x, in_place = (0, 12, (size, 0), None), conformance.BY_NAME[verb].in_place
+        out = None if in_place else (0, 12, (rows.get(verb, size), 0), None)
         for async_op in (False, True):
             got = native(group, verb, x, out=out, async_op=async_op)
             assert got is (out or x) or (verb, got) == ("gather", None)
@@ -359,34 +344,13 @@ def test_native_entry_leaves_malformed_addresses_to_python(rank: int, size: int)
     full = by_address(x)
     address, code, shape, owner = full
     before = [*group.journal.header]
-    wrong = [
-        (),
-        (address, code, shape),
-        (*full, None),
-        [*full],
-        Size(full),
-        (float(address), code, shape, owner),
-        (True, code, shape, owner),
-        (None, code, shape, owner),
-        (-address, code, shape, owner),
-        (address + 2**64, code, shape, owner),
-        (0, code, shape, owner),
-        (12, code, shape, owner),
-        (address, -1, shape, owner),
-        (address, len(DTYPES), shape, owner),
-        (address, 2**70, shape, owner),
-        (address, "float64", shape, owner),
-        (address, np.float64, shape, owner),
-        (address, code, [*shape], owner),
-        (address, code, 8, owner),
-        (address, code, (-1,), owner),
-        (address, code, (1.0,), owner),
-        (address, code, (True,), owner),
-        (address, code, (2**70,), owner),
-        (address, code, (2**60, 2), owner),
-        (address, code, (2**40, 2**40), owner),
-        (address, code, (1,) * 9, owner),
-    ]
+    addresses = float(address), True, None, -address, address + 2**64, 0, 12
+    codes = -1, len(DTYPES), 2**70, "float64", np.float64
+    shapes = [*shape], 8, (-1,), (1.0,), (True,), (2**70,), (2**60, 2), (2**40, 2**40), (1,) * 9
+    wrong: list[Any] = [(), full[:3], (*full, None), [*full], Size(full)]
+    wrong += [(bad, code, shape, owner) for bad in addresses]
+    wrong += [(address, bad, shape, owner) for bad in codes]
+    wrong += [(address, code, bad, owner) for bad in shapes]
     for arguments in wrong:
         for verb in ("all_reduce", "broadcast", "scan"):
             assert native(group, verb, arguments) is NotImplemented, arguments
@@ -415,10 +379,8 @@ def test_native_entry_leaves_malformed_addresses_to_python(rank: int, size: int)
         ("broadcast", {"peer": size}),
     ]:
         assert native(group, verb, full, **arguments) is NotImplemented, (verb, arguments)
-    rows = [4] * size
     for out in (None, full):
-        arguments = full, out, rows, 1.0, 0, 0, False
-        assert group.fast.collective(CODES["all_to_all"], *arguments) is NotImplemented
+        assert native(group, "all_to_all", full, out=out, op=[4] * size) is NotImplemented
     mixed = [fl.P2POp("recv", full, 1 - rank), fl.P2POp("send", x, 1 - rank)]
     assert group.fast.sendrecv(mixed) is NotImplemented
     assert group.fast.sendrecv(x, 1 - rank, full, 1 - rank, 0, 0) is NotImplemented
@@ -473,28 +435,25 @@ def test_all_to_all_of_rows_checks_the_length_of_out(rank: int, size: int) -> No
             x = (np.arange(sum(rows) * width) % 99 + rank).astype(dtype_of_code(code))
             x = x.reshape(sum(rows), width)
             expected = fl.all_to_all(x, rows=rows)
-            arguments = CODES["all_to_all"], x, None, rows, 1.0, 0, 0, False
-            assert group.fast.collective(*arguments).tobytes() == expected.tobytes()
+            assert native(group, "all_to_all", x, op=rows).tobytes() == expected.tobytes()
             for one, other in MIXED[: 2 if code == BFLOAT16 else 4]:
-                out = np.zeros_like(expected)
-                arguments = by_address(x) if one else x, by_address(out) if other else out
-                y = group.fast.collective(CODES["all_to_all"], *arguments, rows, 1.0, 0, 0, False)
-                assert y is arguments[1]
+                out, first = np.zeros_like(expected), by_address(x) if one else x
+                second = by_address(out) if other else out
+                assert native(group, "all_to_all", first, out=second, op=rows) is second
                 assert out.tobytes() == expected.tobytes()
                 more = np.zeros((len(expected) + 1, width), x.dtype) if rank == 0 else out
-                arguments = arguments[0], by_address(more) if other else more
-                y = group.fast.collective(CODES["all_to_all"], *arguments, rows, 1.0, 0, 0, False)
-                assert (y is arguments[1]) == (rank > 0)
-                if rank == 0:
-                    assert y.shape == expected.shape
+                second = by_address(more) if other else more
+                y = native(group, "all_to_all", first, out=second, op=rows)
+                assert (y is second) == (rank > 0)
+                assert rank or y.shape == expected.shape
             if rank:
-                assert fl.all_to_all(arguments[0], rows=rows, out=arguments[1]) is arguments[1]
+                assert fl.all_to_all(first, rows=rows, out=second) is second
             else:
                 with pytest.raises(ValueError, match="expected out with"):
-                    fl.all_to_all(arguments[0], rows=rows, out=arguments[1])
+                    fl.all_to_all(first, rows=rows, out=second)
     x, out = (by_address(np.zeros((size, 5 + rank))) for _ in range(2))
     with pytest.raises(MismatchError):
-        group.fast.collective(CODES["all_to_all"], x, out, [1] * size, 1.0, 0, 0, False)
+        native(group, "all_to_all", x, out=out, op=[1] * size)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -506,24 +465,18 @@ def test_unequal_gathers_check_the_length_of_out(rank: int, size: int, async_op:
     for width in (0, 3, 30_000):
         x = np.full((rank + 1, width), rank)
         expected = np.concatenate([np.full((r + 1, width), r) for r in range(size)])
-        for one, other in MIXED:
-            first = by_address(x) if one else x
-            for verb in ("all_gather", "gather"):
-                out = np.zeros((rows, width), int)
-                second = by_address(out) if other else out
-                got = native(group, verb, first, out=second, async_op=async_op)
-                assert got is (second if verb == "all_gather" or rank == 0 else None)
-                assert got is None or np.array_equal(out, expected)
-                out = np.full((rows + (rank == 0), width), -1)
-                second = by_address(out) if other else out
-                if rank:
-                    native(group, verb, first, out=second, async_op=async_op)
-                    continue
-                with pytest.raises(
-                    ValueError, match=rf"expected out with {rows} rows, .* got {rows + 1}"
-                ):
-                    native(group, verb, first, out=second, async_op=async_op)
-                assert np.all(out == -1)
+        wrong_rows = rf"expected out with {rows} rows, .* got {rows + 1}"
+        for (one, other), verb in itertools.product(MIXED, ("all_gather", "gather")):
+            first, out = by_address(x) if one else x, np.zeros((rows, width), int)
+            second = by_address(out) if other else out
+            got = native(group, verb, first, out=second, async_op=async_op)
+            assert got is (second if verb == "all_gather" or rank == 0 else None)
+            assert got is None or np.array_equal(out, expected)
+            out = np.full((rows + (rank == 0), width), -1)
+            second = by_address(out) if other else out
+            with contextlib.nullcontext() if rank else pytest.raises(ValueError, match=wrong_rows):
+                native(group, verb, first, out=second, async_op=async_op)
+            assert rank or np.all(out == -1)
         assert np.array_equal(native(group, "all_gather", x, async_op=async_op), expected)
         got = native(group, "gather", x, peer=size - 1, async_op=async_op)
         assert np.array_equal(got, expected) if rank == size - 1 else got is None
@@ -544,12 +497,9 @@ def test_messages_by_address_receive_the_sent_values(rank: int, size: int) -> No
                 assert group.fast.sendrecv(source, after, room, before, 4, 4) is room
                 assert out.tobytes() == expected.tobytes()
                 out[:] = 0
-                receive = group.fast.collective(
-                    CODES["recv"], room, None, None, None, before, 5, True
-                )
-                send = group.fast.collective(
-                    CODES["send"], source, None, None, None, after, 5, True
-                )
+                start = group.fast.collective
+                receive = start(CODES["recv"], room, None, None, None, before, 5, True)
+                send = start(CODES["send"], source, None, None, None, after, 5, True)
                 assert receive.wait() is room
                 assert receive.source == before
                 send.wait()
@@ -583,10 +533,8 @@ def test_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, count:
             x, out = (by_address(owner.memory, owner) for owner in owners)
             watched = [weakref.ref(owner) for owner in owners]
             output = None if verb != "all_gather" else out
-            op_and_scale = (None, None) if verb == "send" else ("sum", 1.0)
-            group.fast.collective(
-                CODES[verb], x, output, *op_and_scale, int(verb == "send"), 7, True
-            )
+            op, peer = ((None, None), 1) if verb == "send" else (("sum", 1.0), 0)
+            group.fast.collective(CODES[verb], x, output, *op, peer, 7, True)
             del x, out, owners, output
             gc.collect()
             used = watched if verb == "all_gather" else watched[:1]
@@ -607,6 +555,5 @@ def test_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, count:
 
 def test_world_of_one_accepts_addresses() -> None:
     x = by_address(np.ones(3, np.float32))
-    arguments = ALL_REDUCE.code, x, None, "sum", 1.0, 0, 0, False
     fl.barrier()  # the first call is not on the fast path
-    assert current_world().group.fast.collective(*arguments) is x
+    assert native(current_world().group, "all_reduce", x) is x

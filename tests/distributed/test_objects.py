@@ -12,7 +12,7 @@ from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.mismatch_errors import mismatch_now_or_later
 
-ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 3), ("hierarchical", 3), ("mpi", 3))
+ranks = ranks_in(*(("single", 1), ("gloo", 3), ("shm", 3)), slow=[("hierarchical", 3), ("mpi", 3)])
 
 
 def some_object(rank: int) -> Any:

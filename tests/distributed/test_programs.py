@@ -10,15 +10,14 @@ from tests.distributed.conformance import ranks_in, world_of
 from tests.distributed.oracles import VERBS, run_with_mpi
 from tests.distributed.programs import every_verb, programs, run_program
 
-WORLDS = [("single", 1), ("gloo", 2), ("shm", 2), ("hierarchical", 3), ("mpi", 2)]
-SLOW = [*(("gloo", 4), ("gloo", 5), ("shm", 3), ("shm", 5)), ("hierarchical", 5)]
-SLOW += [("mpi", 4), ("mpi", 5)]
+WORLDS = [("single", 1), ("gloo", 2), ("shm", 2)]
+SLOW = [("gloo", 5), ("shm", 5), ("hierarchical", 3), ("hierarchical", 5), ("mpi", 2), ("mpi", 4)]
 
 # The same programs in every run. They are not shrunk: each try would need new processes.
 repeatable = settings(
     derandomize=True,
     deadline=None,
-    max_examples=15,
+    max_examples=8,
     phases=[Phase.explicit, Phase.generate],
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -35,20 +34,14 @@ def test_random_programs_return_the_same_as_numpy(ranks: Any, data: st.DataObjec
 
 def test_each_verb_works_in_every_size(ranks: Any) -> None:
     """Rows of every width that random programs may have omitted."""
-    ranks.run(run_program, every_verb(ranks.size, "float32", (1, 1000, 100_000)), deadline=100.0)
-    ranks.run(run_program, every_verb(ranks.size, "int8", (1, 1000, 100_000)), deadline=100.0)
+    for dtype, widths in (("float32", (1, 100_000)), ("int8", (1000,))):
+        ranks.run(run_program, every_verb(ranks.size, dtype, widths), deadline=100.0)
 
 
 @repeatable
 @given(data=st.data())
-@pytest.mark.parametrize(
-    ("backend", "size"),
-    [
-        ("shm", 2),
-        pytest.param("gloo", 3, marks=pytest.mark.slow),
-        pytest.param("hierarchical", 4, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "size"), [("shm", 2), ("gloo", 3), ("hierarchical", 4)])
 def test_random_programs_equal_mpi(pool: Any, backend: str, size: int, data: st.DataObject) -> None:
     ranks = pool(size, **world_of(backend, {"init": "mpi"}))
     ranks.run(run_with_mpi, data.draw(programs(size, VERBS)))

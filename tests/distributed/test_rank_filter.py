@@ -38,21 +38,14 @@ def test_rank_filter_passes_records_of_the_selected_ranks(rank: int, size: int) 
     assert logged(fl.RankFilter(rank=1, local_rank=0)) == []
 
 
-@pytest.fixture
-def second_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_filter_uses_the_local_rank_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before init, a process is rank 0."""
+    assert fl.is_main_process()
+    assert logged(fl.RankFilter(rank=0)) == ["0/0/1 info", "0/0/1 error"]
     monkeypatch.setattr(world, "_world", world.World(local_rank=1))
-
-
-@pytest.mark.usefixtures("second_host")
-def test_rank_filter_uses_the_local_rank_of_the_host() -> None:
     assert logged(fl.RankFilter(local_rank=0)) == []
     assert logged(fl.RankFilter(local_rank=1)) == ["0/1/1 info", "0/1/1 error"]
     assert logged(fl.RankFilter(rank=0)) == ["0/1/1 info", "0/1/1 error"]
-
-
-def test_rank_filter_treats_a_process_as_rank_0_before_init() -> None:
-    assert fl.is_main_process()
-    assert logged(fl.RankFilter(rank=0)) == ["0/0/1 info", "0/0/1 error"]
 
 
 @pytest.mark.parametrize(

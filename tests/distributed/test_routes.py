@@ -19,6 +19,7 @@ from flashlight_py.distributed.rendezvous import tcp_store, wire
 from flashlight_py.distributed.rendezvous.store import Peer, shared_process_error
 from flashlight_py.distributed.rendezvous.wire import Attempts
 from flashlight_py.distributed.start.settings import Settings
+from tests.distributed.conformance import raises
 from tests.distributed.jobs import finish, start
 from tests.distributed.without_ipv6 import SOCKET
 
@@ -90,10 +91,8 @@ def test_choose_addresses_uses_one_version_of_ip() -> None:
 
 def test_choose_addresses_uses_the_interface_of_the_user() -> None:
     with_interface = card("b", f"{NAT} {B}", interface="eth1", interface_addresses=["10.9.0.2"])
-    assert choose_addresses(joined([card("a", f"{NAT} {A}"), with_interface], (B, A))) == [
-        A,
-        "10.9.0.2",
-    ]
+    cards = joined([card("a", f"{NAT} {A}"), with_interface], (B, A))
+    assert choose_addresses(cards) == [A, "10.9.0.2"]
     both = [card(host, NAT, interface="eth0", interface_addresses=[NAT]) for host in "ab"]
     with pytest.raises(ValueError, match=r"'eth0' must have distinct addresses on .*15 on a and b"):
         choose_addresses(both)
@@ -102,16 +101,20 @@ def test_choose_addresses_uses_the_interface_of_the_user() -> None:
 
 
 def test_choose_addresses_error_gives_the_reason() -> None:
-    with pytest.raises(ValueError, match=r"a \(rank 0\) and b have the same address 10.0.2.15"):
-        choose_addresses([card("a", NAT, NAT), card("b", NAT, NAT)])
-    with pytest.raises(
-        ValueError, match=r"b \(rank 1\) has the address 10.0.2.15, but rank 0 sees"
+    unseen = joined([card("a", A), card("b", NAT, NAT)], (NAT, A), seen="10.1.0.254")
+    for cards, why in (
+        (
+            [card("a", NAT, NAT), card("b", NAT, NAT)],
+            "a (rank 0) and b have the same address 10.0.",
+        ),
+        (unseen, "b (rank 1) has the address 10.0.2.15, but rank 0 sees"),
+        (
+            [card("a", A), card("b")],
+            "b (rank 1) has no route to the others; its interfaces: no act",
+        ),
     ):
-        choose_addresses(joined([card("a", A), card("b", NAT, NAT)], (NAT, A), seen="10.1.0.254"))
-    with pytest.raises(
-        ValueError, match=r"b \(rank 1\) has no route to the others; its interfaces: no act"
-    ):
-        choose_addresses([card("a", A), card("b")])
+        with raises(ValueError, why):
+            choose_addresses(cards)
 
 
 def test_addresses_of_returns_the_addresses_of_this_host() -> None:
@@ -131,6 +134,7 @@ fl.distributed_shutdown()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in SOCKET, reason="no number of socket(2) is known")
 def test_flrun_works_on_a_kernel_without_ipv6(tmp_path: Path) -> None:
     path = tmp_path / "join.py"
@@ -204,7 +208,7 @@ def test_attempts_are_not_delayed_by_a_silent_address() -> None:
         assert alone.problems == {nowhere: "timed out"}
 
 
-def test_attempts_record_the_problem_of_each_address() -> None:
+def test_attempts_record_the_problem_of_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening() as port:
         attempts = Attempts([("127.0.0.8", port), ("::1", port), ("no name.", port)])
         assert list(attempts.connected(time.monotonic() + 20)) == []
@@ -212,47 +216,39 @@ def test_attempts_record_the_problem_of_each_address() -> None:
     assert "refused" in attempts.problems["127.0.0.8"]
     assert attempts.pending == 0
 
-
-@pytest.mark.parametrize(
-    ("host", "one_host", "at"),
-    [
-        ("127.0.0.2", False, {"127.0.0.2"}),  # an address
-        ("localhost", False, {"127.0.0.1"}),
-        ("a-name", True, {"127.0.1.1"}),
-        ("a-name", False, {"::"}),
-    ],
-)
-def test_create_listeners_chooses_addresses_by_host_name(
-    host: str, one_host: bool, at: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At all addresses for a name, since other hosts may resolve it to any of them."""
-    meant = {"a-name": "127.0.1.1", "localhost": "127.0.0.1"}.get(host, host)
-    monkeypatch.setattr(tcp_store, "resolved", lambda *_: [(meant, 0)])
-    with contextlib.ExitStack() as stack:
-        listeners = [
-            stack.enter_context(listener)
-            for listener in tcp_store.create_listeners(host, 0, 5, one_host)
-        ]
-        assert {listener.getsockname()[0] for listener in listeners} == at
-        if at == {"::"}:  # of both versions
-            port = listeners[0].getsockname()[1]
-            socket.create_connection(("127.0.0.1", port)).close()
-
-
-def test_create_listeners_rejects_the_name_of_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_store, "resolved", lambda *_: [("192.0.2.77", 29511)])
-    with pytest.raises(OSError, match="MASTER_ADDR is not an address of this host"):
-        tcp_store.create_listeners("a-name", 29511, 5, one_host=False)
-
-
-def test_names_are_resolved_again_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: Any) -> Any:
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr(wire, "resolved", unknown)
+    monkeypatch.setattr(wire, "resolved", unknown)  # names are resolved again for each attempt
     attempts = Attempts([("later", 1)])
     assert list(attempts.connected(time.monotonic() + 1)) == []
     assert attempts.problems == {"later": "Name or service not known"}
+
+
+@pytest.mark.parametrize(
+    ("host", "meant", "one_host", "at"),
+    [
+        ("127.0.0.2", "127.0.0.2", False, "127.0.0.2"),  # an address
+        ("localhost", "127.0.0.1", False, "127.0.0.1"),
+        ("a-name", "127.0.1.1", True, "127.0.1.1"),
+        ("a-name", "127.0.1.1", False, "::"),
+    ],
+)
+def test_create_listeners_chooses_addresses_by_host_name(
+    host: str, meant: str, one_host: bool, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At all addresses for a name, since other hosts may resolve it to any of them."""
+    monkeypatch.setattr(tcp_store, "resolved", lambda *_: [(meant, 0)])
+    with contextlib.ExitStack() as stack:
+        created = tcp_store.create_listeners(host, 0, 5, one_host)
+        listeners = [stack.enter_context(listener) for listener in created]
+        assert {listener.getsockname()[0] for listener in listeners} == {at}
+        if at == "::":  # of both versions
+            port = listeners[0].getsockname()[1]
+            socket.create_connection(("127.0.0.1", port)).close()
+    monkeypatch.setattr(tcp_store, "resolved", lambda *_: [("192.0.2.77", 29511)])
+    with pytest.raises(OSError, match="MASTER_ADDR is not an address of this host"):
+        tcp_store.create_listeners("a-name", 29511, 5, one_host=False)
 
 
 # Two ranks in one process -----------------------------------------------------------------------

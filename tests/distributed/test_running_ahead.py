@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.backends.nccl.comparing import ComparesAhead
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.groups.membership import members_of
@@ -40,7 +39,7 @@ from flashlight_py.distributed.verbs import (
     SEND,
 )
 from flashlight_py.errors import DistributedError, MismatchError
-from tests.distributed.conformance import on_ranks, ranks_in
+from tests.distributed.conformance import on_ranks, raises, ranks_in
 from tests.distributed.mismatch_errors import late_mismatch, mismatch_error
 
 
@@ -61,51 +60,56 @@ VERBS: dict[str, Any] = {
 }
 
 
+def tell(rank: int, *pairs: tuple[int, int]) -> None:
+    """Of each pair, let the second rank continue after the first one has reached this line."""
+    for sender, receiver in pairs:
+        if rank == sender:
+            fl.send(np.zeros(1), receiver)
+        elif rank == receiver:
+            fl.recv(np.zeros(1), sender)
+
+
 @pytest.mark.parametrize("verb", VERBS)
 @in_both(3)
 def test_call_that_needs_no_other_rank_does_not_wait(rank: int, size: int, verb: str) -> None:
     """Call before ranks that can only call after a message of this rank."""
     call, is_free = VERBS[verb]
-    token = np.zeros(1)
     free = [r for r in range(size) if is_free(r, 0)]
-    waiting = [r for r in range(size) if r not in free]
-    if rank in waiting:
-        for other in free:
-            fl.recv(token, other)
+    pairs = [(sender, r) for sender in free for r in range(size) if r not in free]
+    if rank not in free:
+        tell(rank, *pairs)
     for _ in range(3):
         call(np.full(3, rank + 1.0))
     if rank in free:
-        for other in waiting:
-            fl.send(token, other)
-    total = fl.all_reduce(np.full(3, rank + 1.0))
-    assert np.all(total == size * (size + 1) / 2)
+        tell(rank, *pairs)
+    assert np.all(fl.all_reduce(np.full(3, rank + 1.0)) == size * (size + 1) / 2)
 
 
-@pytest.mark.parametrize("differ", [False, True])
+def make_calls_ahead(op: ReduceOp) -> None:
+    """Make 100 calls ahead, the last one with ``op``, and compare them."""
+    cpu = members_of(None).backend()
+    assert cpu.look_back is not None
+    for last in [ReduceOp.SUM] * 99 + [op]:
+        call = Call(ALL_REDUCE, np.ones(3), last, compared=True, is_ahead=True, blocking=False)
+        cpu.start(call).wait()
+    while not cpu.look_back("all_reduce", 30.0):
+        time.sleep(0)
+
+
 @on_ranks(("shm", 3), fresh=True)
-def test_look_back_compares_calls_made_ahead(rank: int, size: int, differ: bool) -> None:
-    """Make many calls ahead. If they differ, rank 1 uses another op in the last call."""
-    cpu, x, error = members_of(None).backend(), np.ones(3), ""
-    assert isinstance(cpu, ComparesAhead)
-    try:
-        for n in range(100):
-            op = ReduceOp.MAX if differ and rank == 1 and n == 99 else ReduceOp.SUM
-            call = Call(ALL_REDUCE, x, op, compared=True, is_ahead=True, blocking=False)
-            cpu.start(call).wait()
-        while not cpu.look_back("all_reduce", 30.0):
-            time.sleep(0)
-    except MismatchError as mismatch:
-        error = str(mismatch)
-        with pytest.raises(MismatchError):
-            fl.barrier()  # the next compared call raises as well
-    assert ("op=max" in error) == ("op=sum" in error) == differ
+def test_look_back_compares_calls_made_ahead(rank: int, size: int) -> None:
+    make_calls_ahead(ReduceOp.SUM)
+    with raises(MismatchError, "op=max", "op=sum"):
+        make_calls_ahead(ReduceOp.MAX if rank == 1 else ReduceOp.SUM)
+    with pytest.raises(MismatchError):
+        fl.barrier()  # the next compared call raises as well
 
 
 @on_ranks(("shm", 2), lost=1)
 def test_look_back_raises_after_the_group_has_ended(rank: int, size: int) -> None:
     """Rank 1 does not make the call, and the group has ended meanwhile."""
     cpu = members_of(None).backend()
-    assert isinstance(cpu, ComparesAhead)
+    assert cpu.look_back is not None
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     cpu.start(Call(ALL_REDUCE, np.ones(3), compared=True, is_ahead=True, blocking=False))
@@ -130,15 +134,11 @@ def test_many_calls_ahead_deliver_their_data(rank: int, size: int) -> None:
 @in_both(3)
 def test_large_send_does_not_wait_for_a_rank_that_ran_ahead(rank: int, size: int) -> None:
     """One rank sends more data than the first message holds. One rank sends nothing."""
-    token = np.zeros(1)
     began = time.monotonic()
     for n in range(CALLS):
         all_of_them = fl.gather(np.full(20_000 if rank == 1 else 0, float(n)))
-        if rank == 0:
-            assert np.array_equal(all_of_them, np.full(20_000, float(n)))
-            fl.send(token, 2)
-        if rank == 2:
-            fl.recv(token, 0)
+        assert rank or np.array_equal(all_of_them, np.full(20_000, float(n)))
+        tell(rank, (0, 2))
     assert time.monotonic() - began < CALLS * LONGEST
 
 
@@ -170,19 +170,16 @@ def test_shutdown_raises_an_unreported_mismatch(rank: int, size: int) -> None:
 def test_data_arrives_after_its_sender_has_left(rank: int, size: int) -> None:
     """The sender ends before the other ranks receive."""
     group = fl.new_group(range(size))
-    token = np.zeros(1)
     if rank == 0:
         for n in range(3):
             group.broadcast(np.full(3, n + 1.0))
         group.close()
-        for other in range(1, size):
-            fl.send(token, other)
-    else:
-        fl.recv(token, 0)
+    tell(rank, (0, 1), (0, 2))
+    if rank:
         for n in range(3):
             assert np.all(group.broadcast(np.zeros(3)) == n + 1)
         with pytest.raises(fl.errors.DistributedError):
-            group.all_reduce(token)
+            group.all_reduce(np.zeros(1))
         with contextlib.suppress(fl.errors.DistributedError):
             group.close()
     fl.barrier()
@@ -208,8 +205,7 @@ def test_call_that_raises_an_old_mismatch_sends_no_data(rank: int, size: int, ve
     """Ranks differ in a call from which the root returns early. Check which later calls raise."""
     call = VERBS[verb][0]
     mismatch_error(lambda: fl.broadcast(np.zeros(3 + (rank > 0))))
-    fl.send(np.zeros(1), (rank + 1) % size)  # all ranks have called
-    fl.recv(np.zeros(1), (rank - 1) % size)
+    tell(rank, (0, 1), (1, 2), (2, 0))  # all ranks have called
     errors = [mismatch_error(lambda: call(np.full(3, rank + 1.0))) for _ in range(40)]
     assert late_mismatch() == ""  # all ranks have been notified
     numbers, message = [n for n, error in enumerate(errors) if error], "".join(errors)
@@ -222,27 +218,18 @@ def test_call_that_raises_an_old_mismatch_sends_no_data(rank: int, size: int, ve
         assert "made different calls in an earlier call of this group" in message
 
 
-def tell(sender: int, receiver: int, rank: int) -> None:
-    """Let ``receiver`` continue after ``sender`` has reached this line."""
-    if rank in (sender, receiver):
-        message = np.zeros(1)
-        fl.send(message, receiver) if rank == sender else fl.recv(message, sender)
-
-
 @in_both(3)
 def test_withdrawn_call_raises_the_old_mismatch_once_on_other_ranks(rank: int, size: int) -> None:
     """Rank 1 waits for the call of rank 0 and has not been notified of the mismatch."""
     if rank == 2:
-        tell(1, 2, rank)
+        tell(rank, (1, 2))
     assert (mismatch_error(lambda: fl.scan(np.zeros(3 + (rank == 2)))) != "") == (rank == 2)
     if rank == 1:
         work = fl.broadcast(np.ones(5), async_op=True)
-        tell(1, 2, rank)
-        tell(1, 0, rank)
+        tell(rank, (1, 2), (1, 0))
         message = mismatch_error(work.wait)
     else:
-        tell(1, 0, rank)
-        tell(2, 0, rank)
+        tell(rank, (1, 0), (2, 0))
         tick = time.clock_gettime(COARSE)
         while time.clock_gettime(COARSE) == tick:
             pass  # a call in the same clock tick compares earlier calls after itself
@@ -263,19 +250,17 @@ def test_two_earlier_mismatches_are_both_raised(rank: int, size: int) -> None:
     if rank == 0:
         call(1)
         call(1)
-        tell(0, 1, rank)
-        tell(1, 0, rank)
+        tell(rank, (0, 1), (1, 0))
         time.sleep(0.05)  # a call in the same clock tick compares earlier calls after itself
         call(1)
-        tell(0, 1, rank)
+        tell(rank, (0, 1))
     else:
-        tell(0, 1, rank)
+        tell(rank, (0, 1))
         call(2)
-        tell(1, 0, rank)
-        tell(0, 1, rank)
+        tell(rank, (1, 0), (0, 1))
         call(2)
         call(1)
-    tell(1, 0, rank)
+    tell(rank, (1, 0))
     for _ in range(10):
         call(3)
     assert late_mismatch() == ""
@@ -293,22 +278,19 @@ def test_gather_works_after_an_earlier_mismatch(rank: int, size: int) -> None:
     """Rank 1 is many calls ahead of a gather in which rank 2 raises the earlier mismatch."""
     one, root = np.zeros(1), 2
     if rank == 1:
-        tell(0, 1, rank)
+        tell(rank, (0, 1))
     mismatch_error(lambda: fl.broadcast(np.zeros(1 + (rank > 0)), 0))
     mismatch_error(lambda: fl.broadcast(one, 0))
     if rank == 0:
-        tell(0, 1, rank)
+        tell(rank, (0, 1))
     if rank != 2:
         mismatch_error(lambda: fl.gather(one, root))
     for n in range(7):
-        if rank == 1 and n == 4:
-            tell(2, 1, rank)
+        if rank == 1 and n in (4, 6):
+            tell(rank, (2, 1) if n == 4 else (1, 2))
         if rank == 2 and n == 0:
-            tell(2, 1, rank)
-            tell(1, 2, rank)
+            tell(rank, (2, 1), (1, 2))
             mismatch_error(lambda: fl.gather(np.zeros(30_000), root))
-        if rank == 1 and n == 6:
-            tell(1, 2, rank)
         mismatch_error(lambda: fl.broadcast(one, 1))
     late_mismatch()
     for n in range(3):
@@ -328,7 +310,7 @@ def sync_on_rank_1(rank: int) -> dict[str, str]:
     return {"FLASHLIGHT_CHECKS": "sync"} if rank == 1 else {}
 
 
-@in_both(3, env=sync_on_rank_1)
+@on_ranks(("shm", 3), slow=[("gloo", 3)], env=sync_on_rank_1)
 def test_flashlight_checks_sync_may_be_set_on_one_rank(rank: int, size: int) -> None:
     raised = mismatch_error(lambda: fl.broadcast(np.zeros(3 + (rank > 0)))) != ""
     assert raised == (rank > 0)
@@ -368,7 +350,11 @@ def stand_in() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize(
+    ("ranks", "blocking"),
+    [(("shm", 4), True), (("gloo", 3), False), (("hierarchical", 4), True)],
+    indirect=["ranks"],
+)
 @on_ranks()
 @stand_in()
 def test_compared_calls_send_no_data_but_have_shapes(rank: int, size: int, blocking: bool) -> None:
@@ -440,13 +426,11 @@ def test_lost_returns_a_dead_rank_without_a_call(rank: int, size: int) -> None:
     lost, why = str(left.lost("wait")), str(broken.lost("all_reduce"))
     fl.barrier()
     rank_text = f"rank {rank} of {size}"
-    if rank == 1:
-        assert lost == f"[wait] {rank_text}: the group is closed. Create it again"
-        assert why.startswith(f"[all_reduce] {rank_text}: the group cannot be used any more")
-    else:
-        assert lost == "None"
-        assert why.startswith(f"[all_reduce] {rank_text}: lost rank 1")
-        assert "it raised ValueError: of rank 1" in why
+    closed = f"[wait] {rank_text}: the group is closed. Create it again"
+    assert lost == (closed if rank == 1 else "None")
+    end = "the group cannot be used any more" if rank == 1 else "lost rank 1"
+    assert why.startswith(f"[all_reduce] {rank_text}: {end}")
+    assert rank == 1 or "it raised ValueError: of rank 1" in why
 
 
 @on_ranks()
@@ -459,8 +443,6 @@ def test_compared_mismatch_raises_the_calls_on_every_rank(rank: int, size: int) 
         (Call(ALL_REDUCE, x, ReduceOp.MAX), "op=max"),
         (Call(BROADCAST, x), "broadcast(cupy float32 (4, 3), root=0)"),
     ):
-        with pytest.raises(MismatchError) as caught:
+        with raises(MismatchError, "rank 0 called all_reduce(cupy float32 (4, 3)", words):
             compare(Call(ALL_REDUCE, x) if rank == 0 else other_call, blocking=True)
-        assert "rank 0 called all_reduce(cupy float32 (4, 3)" in str(caught.value)
-        assert words in str(caught.value)
         compare(Call(ALL_REDUCE, x), blocking=True)  # the group remains usable

@@ -15,8 +15,9 @@ import pytest
 
 from flashlight_py import _native
 from flashlight_py.distributed.backends.native_errors import failure
-from flashlight_py.distributed.rendezvous.store import Roster, name_ranks
+from flashlight_py.distributed.rendezvous.store import Roster, missing_text, name_ranks
 from flashlight_py.distributed.rendezvous.wire import Connection, Kind
+from tests.distributed.conformance import slow
 from tests.distributed.rendezvous_helpers import Rank, Ranks, all_closed, ranks_at
 
 SIZE = 8
@@ -68,75 +69,73 @@ def test_tree_names_a_rank_that_died_between_exchanges(ranks: Ranks, victim: int
     assert "has died or exited" in reason
 
 
+@pytest.mark.slow
 def test_tree_names_a_missing_rank_on_every_rank(ranks: Ranks) -> None:
-    started = in_order(ranks, 6, timeout=3.0)
+    started = in_order(ranks, 6, timeout=1.5)
     (reason,) = reasons(started)
-    assert "ranks 6, 7 of 8 have not arrived within 3 s" in reason
+    assert "ranks 6, 7 of 8 have not arrived within 1.5 s" in reason
 
 
-def test_tree_names_a_late_rank_in_a_later_exchange(ranks: Ranks) -> None:
-    late = {5: {"pause_at": "exchanged 0"}, 7: {"pause_at": "exchanged 0"}}
-    started = in_order(ranks, plans=late, timeout=2.0)
-    (reason,) = reasons([rank for number, rank in enumerate(started) if number not in late])
-    assert "ranks 5, 7 of 8 have not arrived within 2 s" in reason
+@pytest.mark.parametrize("late", [(5, 7), *slow(((1,),))])
+def test_tree_names_only_late_ranks_in_a_later_exchange(
+    ranks: Ranks, late: tuple[int, ...]
+) -> None:
+    """Ranks below a late rank are not named."""
+    plans = {rank: {"pause_at": "exchanged 0"} for rank in late}
+    started = in_order(ranks, plans=plans, timeout=1.0)
+    others = [rank for number, rank in enumerate(started) if number not in late]
+    assert all(missing_text(late, SIZE, 1.0) in reason for reason in reasons(others))
 
 
-def test_ranks_below_a_late_rank_are_not_named(ranks: Ranks) -> None:
-    started = in_order(ranks, plans={1: {"pause_at": "exchanged 0"}}, timeout=2.0)
-    del started[1]
-    assert all("rank 1 of 8 has not arrived within 2 s" in reason for reason in reasons(started))
-
-
+@pytest.mark.slow
 def test_stopped_parent_is_named_but_its_children_are_not(ranks: Ranks) -> None:
     """The stopped rank does not pass received payloads on."""
-    started = in_order(ranks, 6, timeout=3.0)
+    started = in_order(ranks, 6, timeout=1.5)
     os.kill(started[1].pid, signal.SIGSTOP)
-    started += [ranks.start(rank, SIZE, fan=2, timeout=3.0) for rank in (6, 7)]
-    assert "rank 1 of 8 has not arrived within 3 s" in started[0].refusal()
+    started += [ranks.start(rank, SIZE, fan=2, timeout=1.5) for rank in (6, 7)]
+    assert "rank 1 of 8 has not arrived within 1.5 s" in started[0].refusal()
 
 
-def test_rank_that_reads_no_roster_delays_no_other_rank(ranks: Ranks) -> None:
+@pytest.mark.parametrize("resumes", [True, *slow(False)])
+def test_rank_that_reads_no_roster_delays_no_other_rank(ranks: Ranks, resumes: bool) -> None:
     """The kernel has no buffer for the roster, which is sent to one rank after another."""
-    plan = {"lengths": [3, 600_000, 5], "timeout": 3.0}
-    started = [ranks.start(rank, 4, local_rank=rank, **plan) for rank in (0, 2, 3)]
-    ranks.start(1, 4, local_rank=1, stop=1, **plan)
-    (reason,) = reasons(started)
-    assert "rank 1 of 4 has not arrived within 3 s" in reason
-
-
-def test_resumed_rank_receives_the_rest_of_its_roster(ranks: Ranks) -> None:
-    plan = {"lengths": [3, 600_000, 5]}
+    plan = {"lengths": [3, 600_000, 5], "timeout": 20.0 if resumes else 1.5}
     started = [ranks.start(rank, 4, local_rank=rank, **plan) for rank in (0, 2, 3)]
     stopped = ranks.start(1, 4, local_rank=1, stop=1, **plan)
-    for rank_process in started:
-        rank_process.await_event("exchanged 1")
-    os.kill(stopped.pid, signal.SIGCONT)
-    assert all_closed([*started, stopped])
+    for rank in started:
+        rank.await_event("exchanged 1")
+    if resumes:
+        os.kill(stopped.pid, signal.SIGCONT)
+        assert all_closed([*started, stopped])
+    else:
+        (reason,) = reasons(started)
+        assert "rank 1 of 4 has not arrived within 1.5 s" in reason
 
 
-def test_two_processes_that_claim_a_rank_are_detected_anywhere_in_the_tree(ranks: Ranks) -> None:
-    started = [*in_order(ranks, 7), ranks.start(5, SIZE, fan=2)]
-    assert all("two processes claim rank 5: host " in reason for reason in reasons(started))
+SECRET = {"env": {"MASTER_SECRET": "a"}}
 
 
-def test_another_world_size_raises_on_every_rank(ranks: Ranks) -> None:
-    started = [*in_order(ranks, 6), ranks.start(6, 9, fan=2)]
-    assert all(
-        re.search(r"rank 6 \(.* size 9, but rank 0 \(", rank_process.refusal())
-        for rank_process in started
-    )
-
-
-def test_rank_without_a_tree_is_rejected(ranks: Ranks) -> None:
-    started = [*in_order(ranks, 3), ranks.start(3, SIZE, env={"FLASHLIGHT_TREE_FROM": "9"})]
-    why = r"rank 3 \(.* have different FLASHLIGHT_TREE_FROM"
-    assert all(re.search(why, rank_process.refusal()) for rank_process in started)
-
-
-def test_another_secret_is_rejected_anywhere_in_the_tree(ranks: Ranks) -> None:
-    started = in_order(ranks, 5, env={"MASTER_SECRET": "a"})
-    started.append(ranks.start(5, SIZE, env={"MASTER_SECRET": "b"}))
-    assert all("the secrets differ" in rank_process.refusal() for rank_process in started)
+@pytest.mark.parametrize(
+    ("count", "plan", "other", "why"),
+    [
+        (7, {}, {"rank": 5}, "two processes claim rank 5: host "),
+        (6, {}, {"rank": 6, "size": 9}, r"rank 6 \(.* size 9, but rank 0 \("),
+        (
+            3,
+            {},
+            {"rank": 3, "env": {"FLASHLIGHT_TREE_FROM": "9"}},
+            r"rank 3 \(.* have different FLASHLIGHT_TREE_FROM",
+        ),
+        (5, SECRET, {"rank": 5, "env": {"MASTER_SECRET": "b"}}, "the secrets differ"),
+    ],
+    ids=["a rank twice", "another size", "no tree", "another secret"],
+)
+def test_rank_unlike_the_others_raises_on_every_rank(
+    ranks: Ranks, count: int, plan: dict[str, Any], other: dict[str, Any], why: str
+) -> None:
+    started = in_order(ranks, count, **plan)
+    started.append(ranks.start(**{"size": SIZE, "fan": 2, **other}))
+    assert all(re.search(why, rank.refusal()) for rank in started)
 
 
 @pytest.mark.parametrize("who", [1, 7])
@@ -161,12 +160,13 @@ def test_ranks_wait_for_the_speaker_of_their_host(ranks: Ranks) -> None:
     assert all_closed([ranks.start(0, 3, local_rank=0), *started])
 
 
+@pytest.mark.slow
 def test_rank_becomes_a_speaker_if_its_host_has_none(ranks: Ranks) -> None:
     """Only the missing rank is named."""
     local = {0: None, 5: 1, 6: 2, 7: 3}
-    started = [ranks.start(rank, SIZE, local_rank=local[rank], timeout=2.0) for rank in local]
+    started = [ranks.start(rank, SIZE, local_rank=local[rank], timeout=1.0) for rank in local]
     (reason,) = reasons(started)
-    assert "ranks 1, 2, 3, 4 of 8 have not arrived within 2 s" in reason
+    assert "ranks 1, 2, 3, 4 of 8 have not arrived within 1 s" in reason
 
 
 # Rosters and errors -------------------------------------------------------------------------------

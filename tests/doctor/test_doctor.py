@@ -188,11 +188,10 @@ exit 3
             "1 us and 1 ms (4.2 GB/s); 2 ranks, shm",
         ),
         ("mpi", f"echo '{SPEED}' | sed s/2,/1,/", 10, FAILED, "expected 2 ranks, got 1"),
-        ("mpi", "echo hello", 10, FAILED, "exit code 0: hello"),
         ("mpi", "true", 10, FAILED, "exit code 0: no output"),
         ("mpi", FAILS, 10, FAILED, "exit code 3: OSError: no such"),
         ("mpi", "sleep 99", 0.1, FAILED, "did not end within 0.1"),
-        ("no", "", 30, FAILED, "exit code 1: flrun: rank"),
+        pytest.param(*("no", "", 30, FAILED, "exit code 1: flrun: rank"), marks=pytest.mark.slow),
     ],
 )
 def test_trials_report_facts_or_problem_of_the_output(

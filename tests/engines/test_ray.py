@@ -75,28 +75,18 @@ def fit(storage: Path, train: Any, failures: int = 0, /, **config: Any) -> Any:
     ).fit()
 
 
-def test_ray_train_workers_form_a_world(tmp_path: Path) -> None:
+def test_ray_train_worker_that_raises_ends_the_world_of_workers(tmp_path: Path) -> None:
     def train(config: dict[str, Any]) -> None:
         rank = ray.train.get_context().get_world_rank()
-        total = int(fl.all_reduce(np.array(10 + rank)))
-        text = f"{fl.get_world_rank()} of {fl.get_world_size()}: {total}"
-        Path(config["folder"], str(rank)).write_text(text)
-
-    (tmp_path / "found").mkdir()
-    fit(tmp_path, train, folder=str(tmp_path / "found"))
-    texts = [(tmp_path / "found" / str(rank)).read_text() for rank in range(SIZE)]
-    assert texts == [f"{rank} of 3: 33" for rank in range(SIZE)]
-
-
-def test_ray_train_worker_that_raises_ends_other_workers(tmp_path: Path) -> None:
-    def train(config: dict[str, Any]) -> None:
-        tasks.fail(fl.get_world_rank(), "raise")
+        assert fl.all_reduce(np.array(10 + rank)) == 33
+        assert (fl.get_world_rank(), fl.get_world_size()) == (rank, 3)
+        tasks.fail(rank, "raise")
 
     with pytest.raises(ray.train.v2.api.exceptions.WorkerGroupError, match="a bad batch"):
         fit(tmp_path, train)
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("FLASHLIGHT_TEST_KILLS", "2"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("FLASHLIGHT_TEST_KILLS", "1"))))
 def test_ray_train_resumes_with_the_same_bits_after_a_kill(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     train_or_die = killing(EXAMPLE, 1 + draw.randrange(20), draw.randrange(SIZE))

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.examples.programs import ALONE, EXAMPLES, FLRUN, output
+from tests.examples.programs import ALONE, EXAMPLES, FLRUN
 from tests.launch.launcher import run
 
 NO_FOLDER = "the folder of /no/folder/p.png does not exist"
@@ -13,7 +13,6 @@ TAGI = "--num-epochs and --batch-size are from 1 on, --seed from 0"
 REFUSED = {
     "DistributedTraining": {
         "--epochs 0": "integer of at least 1, got '0'",
-        "--samples -5": "integer of at least 1, got '-5'",
         "--batch-size many": "integer of at least 1, got 'many'",
         "--seed x": "invalid int value: 'x'",
         "--seed -1": "--seed: expected a number from 0 on, got -1",
@@ -22,12 +21,10 @@ REFUSED = {
         "--rank 0": "--init file, --rank",
         "--init file --file f --world-size 2 --rank 2": "--rank: expected 0 to 1, got 2",
         "--save /no/folder/p.png": NO_FOLDER,
-        "--plot /no/folder/p.png": NO_FOLDER,
     },
     "ResumableTraining": {
         "": "the following arguments are required: --folder",
         "--folder f --epochs 0": "--epochs and --save-every are from 1 on",
-        "--folder f --save-every 0": "--epochs and --save-every are from 1 on",
         "--folder f --seed -1": "--seed and --leaves from 0",
         "--folder f --result /no/folder/p.png": NO_FOLDER,
     },
@@ -45,7 +42,6 @@ REFUSED = {
     },
     "digits_cnn": {
         "--steps 0": "--steps and --every are from 1 on",
-        "--every 0": "--steps and --every are from 1 on",
         "--leaves -1": "--seed and --leaves from 0",
         "--batch-size 10000": "1, the number of processes, to 1437 images, got 10000",
     },
@@ -54,7 +50,6 @@ REFUSED = {
         "pigeon --folder f": "invalid choice: 'pigeon'",
     },
     "heat": {
-        "--steps -1": "--cells is from 1 on, --steps from 0",
         "--cells 0": "--cells is from 1 on, --steps from 0",
         "--plot /no/folder/p.png": NO_FOLDER,
     },
@@ -80,7 +75,6 @@ REFUSED = {
         "--done /no/folder/f": "the folder of --done must exist",
     },
     "tiny_gpt": {
-        "--steps -1": "--every is from 1 on, other numbers from 0",
         "--every 0": "--every is from 1 on, other numbers from 0",
         "--batch-size 0": "--batch-size: expected at least 1, the number of processes, got 0",
     },
@@ -99,7 +93,12 @@ for call in calls:
 """
 
 
-@pytest.mark.parametrize("name", REFUSED)
+# The imports of these examples are fast; the others are slow tests.
+FAST = ["DistributedTraining", "heat", "tagi_regression"]
+MARKED = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in REFUSED]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_example_rejects_invalid_options_with_one_line(name: str) -> None:
     command = [*ALONE, "-c", CALLS, EXAMPLES / f"{name}.py"]
     done = run([*command, *REFUSED[name]], code=0)
@@ -110,13 +109,10 @@ def test_example_rejects_invalid_options_with_one_line(name: str) -> None:
         assert complaint in line
 
 
-@pytest.mark.parametrize("name", ["cifar_resnet", "digits_cnn", "tiny_gpt", "heat"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits_cnn", "tiny_gpt", "heat"])
 def test_example_rejects_sizes_below_the_number_of_ranks(name: str) -> None:
     option = "--cells" if name == "heat" else "--batch-size"
     done = run([*FLRUN, 2, EXAMPLES / f"{name}.py", option, 1], code=1)
     assert re.search(rf"{option}: expected (at least )?2.*, got 1", done.stderr)
     assert "Traceback" not in done.stderr
-
-
-def test_plot_losses_explains_its_arguments_if_they_are_missing() -> None:
-    assert "FILE.png" in output(ALONE, "plot_losses.py", "--help")

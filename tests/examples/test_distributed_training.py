@@ -58,13 +58,6 @@ def parameters(file: Path) -> dict[str, np.ndarray]:
         return dict(saved)
 
 
-def test_example_reduces_the_loss_in_one_process() -> None:
-    (output,) = printed(start(PYTHON, "--epochs", 3, "--samples", 3000))
-    result = losses(output)
-    assert result == sorted(result, reverse=True)
-    assert result[-1] < 0.3 * result[0]
-
-
 @pytest.mark.slow
 def test_example_reduces_the_loss_with_a_shared_file_and_without_mpi(tmp_path: Path) -> None:
     first, second = printed(*by_file(tmp_path, 2, "--epochs", 2, "--samples", 3000))
@@ -84,6 +77,7 @@ def test_example_has_equal_losses_for_any_number_of_processes(size: int, tmp_pat
     several = [*mpirun_command(size), *PYTHON]
     (many,) = printed(start(several, *job, 4 // size, "--save", together))
     np.testing.assert_allclose(losses(many), losses(one), rtol=1e-3)
+    assert losses(one)[1] < losses(one)[0]
     ours, others = parameters(together), parameters(alone)
     assert ours.keys() == others.keys()
     for name, value in others.items():
@@ -91,11 +85,6 @@ def test_example_has_equal_losses_for_any_number_of_processes(size: int, tmp_pat
 
 
 @pytest.mark.slow
-def test_example_ends_if_samples_do_not_divide_evenly() -> None:
-    (output,) = printed(start([*mpirun_command(4), *PYTHON], "--epochs", 2, "--samples", 11))
-    assert len(losses(output)) == 2
-
-
 def test_example_exits_with_an_error_if_a_rank_has_no_sample(tmp_path: Path) -> None:
     for process in by_file(tmp_path, 2, "--samples", 1):
         output, error = process.communicate(timeout=DEADLINE)
@@ -113,6 +102,7 @@ def test_example_writes_parameters_and_plot(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_example_has_equal_losses_for_equal_seeds_only() -> None:
     job = ["--epochs", 1, "--samples", 50, "--seed"]
     outputs = printed(*(start(PYTHON, *job, seed) for seed in (1, 1, 2)))
@@ -120,6 +110,7 @@ def test_example_has_equal_losses_for_equal_seeds_only() -> None:
     assert first == again != other
 
 
+@pytest.mark.slow
 def test_example_shows_a_progress_bar_on_terminals_only() -> None:
     pytest.importorskip("tqdm")
     job = ["--epochs", 2, "--samples", 50]

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.jobs import finish_all, free_port
 from tests.examples.programs import ALONE, DEADLINE, EXAMPLES, FLRUN, output
 
@@ -17,9 +19,9 @@ def test_heat_has_the_same_bits_for_any_number_of_ranks(tmp_path: Path) -> None:
     picture = tmp_path / "heat.png"
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     plot = ("--plot", picture) if has_matplotlib else ()
-    results = [output((*FLRUN, ranks), *job, *plot) for ranks in (2, 3, 4)]
+    results = [output((*FLRUN, ranks), *job, *plot) for ranks in (3, 4)]
     results.append(output(ALONE, *job))
-    cuts = ["2 x 1", "3 x 1", "2 x 2", "1 x 1"]
+    cuts = ["3 x 1", "2 x 2", "1 x 1"]
     assert [text.partition(" pieces")[0] for text in results] == cuts
     digests = {re.findall(r"SHA-256 of the temperatures: (\w{64})", text)[0] for text in results}
     assert len(digests) == 1
@@ -32,7 +34,7 @@ def test_task_queue_prints_ordered_results_for_any_number_of_ranks(tmp_path: Pat
     assert re.findall(r"^(0\.\d{3}) [01]\.\d{3} #*$", alone, re.MULTILINE) == [
         *("0.500", "0.550", "0.600", "0.650", "0.700")
     ]
-    assert [output((*FLRUN, ranks), *job) for ranks in (1, 2, 3)] == [alone] * 3
+    assert output((*FLRUN, 3), *job) == alone
     assert [json.loads(line)[0] for line in kept.read_text().splitlines()] == [0, 1, 2, 3, 4]
 
 
@@ -53,6 +55,7 @@ task_queue.main([(task, task / 12) for task in range(12)], folder / "done.jsonl"
 """
 
 
+@pytest.mark.slow
 def test_task_queue_keeps_results_if_flrun_replaces_a_dead_rank(tmp_path: Path) -> None:
     program = tmp_path / "dying.py"
     program.write_text(DYING)
@@ -63,6 +66,7 @@ def test_task_queue_keeps_results_if_flrun_replaces_a_dead_rank(tmp_path: Path) 
     assert (tmp_path / "died").exists()
 
 
+@pytest.mark.slow
 def test_task_queue_names_a_dead_rank_and_its_task(tmp_path: Path) -> None:
     """The ranks are started without a launcher, which would end the other ranks."""
     program = tmp_path / "dying.py"
@@ -86,6 +90,7 @@ def test_task_queue_names_a_dead_rank_and_its_task(tmp_path: Path) -> None:
         assert re.search(rf"PeerLostError: .*rank {dead}\b", errors[rank]), errors[rank]
 
 
+@pytest.mark.slow
 def test_task_queue_skips_results_that_exist(tmp_path: Path) -> None:
     kept = tmp_path / "done.jsonl"
     kept.write_text("[0, 0.25]\n[2, 0.5]\n")

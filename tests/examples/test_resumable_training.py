@@ -20,7 +20,7 @@ from tests.launch.launcher import LAUNCH
 PROGRAM = EXAMPLES / "ResumableTraining.py"
 EPOCHS, SAVES = 3, 37  # 150 steps, with a checkpoint after every 4th
 JOB = ("--leaves", "8", "--epochs", str(EPOCHS), "--save-every", "4")
-ROUNDS = int(os.environ.get("KILLS", "20"))
+ROUNDS = int(os.environ.get("KILLS", "8"))
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +70,6 @@ def disturbed(folder: Path, random: Any, ranks: int, kills: int, *options: str) 
             launcher.kill()
     assert launcher.returncode == 0, errors
     return "".join(lines) + rest, killed
-
-
-@pytest.mark.slow
-def test_flrun_restarts_with_fewer_ranks_and_equal_bits(tmp_path: Path, expected: str) -> None:
-    random = np.random.default_rng(0)
-    text, killed = disturbed(tmp_path / "run", random, 3, 1, "--min-n", "2")
-    assert killed == 1
-    assert "Going on from step" in text
-    assert digest(text) == expected
 
 
 @pytest.mark.slow

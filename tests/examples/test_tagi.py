@@ -23,23 +23,20 @@ def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"(?<![\w.])\d+\.?\d*", text)]
 
 
-def test_regression_predicts_a_large_deviation_far_from_points(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), pytest.param(("--heteros",), marks=pytest.mark.slow)])
+def test_regression_predicts_a_large_deviation_far_from_points(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
     pytest.importorskip("matplotlib")
     band = tmp_path / "band.png"
-    error, within, beyond = numbers(printed("tagi_regression.py", "--plot", band))
-    assert error < 4.5  # the errors of the observations have a deviation of 3
-    assert beyond > 2 * within
-    assert band.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_regression_learns_the_deviation_of_the_errors(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    band = tmp_path / "band.png"
-    error, within, beyond = numbers(printed("tagi_regression.py", "--heteros", "--plot", band))
-    assert error < 0.06
-    assert 0.15 < within < 0.25  # the mean of 0.05 + 0.3 |x| is 0.2
-    assert beyond > 1.5 * within
+    error, within, beyond = numbers(printed("tagi_regression.py", *options, "--plot", band))
+    if options:
+        assert error < 0.06
+        assert 0.15 < within < 0.25  # the mean of 0.05 + 0.3 |x| is 0.2
+        assert beyond > 1.5 * within
+    else:
+        assert error < 4.5  # the errors of the observations have a deviation of 3
+        assert beyond > 2 * within
     assert band.read_bytes().startswith(b"\x89PNG")
 
 
@@ -56,11 +53,9 @@ def accuracies(*options: object, ranks: int = 1) -> list[float]:
 )
 def test_digits_accuracy_does_not_depend_on_ranks(model: str, epochs: int, goal: float) -> None:
     job = ("--model", model, "--num-epochs", epochs)
-    alone, *together = (accuracies(*job, ranks=ranks) for ranks in (1, 2, 4))
-    assert alone[-1] >= goal
-    for result in together:
-        assert result[-1] >= goal
-        assert np.abs(np.subtract(result, alone)).max() < 0.6  # two samples, from rounding
+    alone, together = (accuracies(*job, ranks=ranks) for ranks in (1, 4))
+    assert min(alone[-1], together[-1]) >= goal
+    assert np.abs(np.subtract(together, alone)).max() < 0.6  # two samples, from rounding
 
 
 @pytest.mark.slow
@@ -77,8 +72,7 @@ def errors_of_resnet(*options: object, ranks: int = 2) -> tuple[str, list[float]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--sync-batch-norm",)], ids=["local", "sync"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("ranks", "more"), [(1, ()), (2, ()), (4, ("--sync-batch-norm",))])
 def test_small_resnet_reaches_its_best_error(ranks: int, more: tuple[str, ...]) -> None:
     """Single epochs of such networks may fail, so the best epoch counts."""
     job = ("--model", "small", "--num-epochs", 5, "--batch-size", 64 // ranks, *more)
@@ -105,20 +99,16 @@ def test_resnet18_reads_binary_files_of_cifar(tmp_path: Path) -> None:
 def test_time_series_forecasts_one_step_from_each_window(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "forecast.png"
-    error, repeated, _, ahead = numbers(printed(SERIES, *SHORT, "--plot", file))
+    alone = numbers(printed(SERIES, *SHORT, "--plot", file))
+    assert alone == pytest.approx(numbers(printed(SERIES, *SHORT, ranks=2)), abs=0.002)
+    error, repeated, _, ahead = alone
     assert error < 0.08 < repeated
     assert ahead < repeated
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_time_series_has_equal_forecasts_for_any_number_of_processes() -> None:
-    alone, together = (numbers(printed(SERIES, *SHORT, ranks=ranks)) for ranks in (1, 2))
-    assert alone == pytest.approx(together, abs=0.002)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_time_series_learns_with_default_length_and_any_seed(ranks: int) -> None:
     for seed in range(3):
         error, *_ = numbers(printed(SERIES, "--seed", seed, ranks=ranks))

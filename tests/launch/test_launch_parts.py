@@ -1,4 +1,4 @@
-"""Units of the launcher: variables, exit codes, causes and messages."""
+"""Units of the launcher: exit codes, causes, messages and restarts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ import socket
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flashlight_py.errors import CollectiveTimeoutError, PeerLostError, RankFailedError
 from flashlight_py.launch.channel import Reader, message, write_whole
 from flashlight_py.launch.failures import Failure, describe_exit, first_cause
-from flashlight_py.launch.ranks import rank_variables
-
-
-def test_rank_environ_sets_rank_variables() -> None:
-    assert rank_variables(1, 4, "/path") == {
-        "RANK": "1",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "4",
-        "FLASHLIGHT_FILE": "/path",
-    }
+from flashlight_py.launch.job import may_restart
+from flashlight_py.launch.ranks import Slot, remaining_counts, slots_of
 
 
 @pytest.mark.parametrize(
@@ -101,3 +94,33 @@ def test_write_whole_sends_all_over_a_non_blocking_socket() -> None:
             received = stream.readline()
         speaker.join()
     assert received == line
+
+
+def test_slots_of_counts_ranks_host_by_host() -> None:
+    assert slots_of([2, 0, 1]) == [Slot(0, 0, 2, 0), Slot(1, 1, 2, 0), Slot(2, 0, 1, 2)]
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.data())
+def test_remaining_counts_excludes_lost_ranks(counts: list[int], data: st.DataObject) -> None:
+    lost = data.draw(st.sets(st.sampled_from(range(sum(counts))))) if sum(counts) else set()
+    remaining = remaining_counts(counts, lost)
+    assert sum(remaining) == sum(counts) - len(lost)
+    assert all(0 <= after <= before for before, after in zip(counts, remaining, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("restarts", "most", "remaining", "least", "may"),
+    [
+        (0, None, 4, None, False),
+        (0, 1, 4, None, True),
+        (1, 1, 4, None, False),
+        (5, None, 3, 3, True),
+        (0, None, 2, 3, False),
+        (1, 1, 3, 3, False),
+        (0, 0, 3, 1, False),
+    ],
+)
+def test_may_restart_respects_limits(
+    restarts: int, most: int | None, remaining: int, least: int | None, may: bool
+) -> None:
+    assert may_restart(restarts, most, remaining, least) == may

@@ -24,55 +24,32 @@ NEEDS_CLOUDPICKLE = pytest.mark.skipif(
 )
 
 
-def places(rank: int, *args: Any) -> tuple[Any, ...]:
-    return rank, fl.get_world_rank(), fl.get_world_size(), fl.get_local_rank(), args
+def state(rank: int, array: Any, *args: Any) -> dict[str, Any]:
+    return {
+        "numbers": (rank, fl.get_world_rank(), fl.get_world_size(), fl.get_local_rank()),
+        "array": array * rank,
+        "args": args,
+        "world": fl.distributed.describe(),
+        "environment": dict(os.environ),
+    }
 
 
-def total(rank: int, start: int) -> Any:
-    return fl.all_reduce(np.array([start + rank]))
-
-
-def test_spawn_returns_results_in_rank_order() -> None:
-    results = fl.spawn(places, args=("a", {"b": 1}), nprocs=3)
-    assert results == [(rank, rank, 3, rank, ("a", {"b": 1})) for rank in range(3)]
-
-
-def test_spawn_initialises_a_world_of_one_process() -> None:
-    assert fl.spawn(is_initialised, nprocs=np.int64(1)) == [True]  # type: ignore[arg-type]
-    assert not fl.is_distributed_init()
-
-
-def is_initialised(rank: int) -> bool:
-    return fl.is_distributed_init()
-
-
-def test_spawn_uses_all_cores_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawn_returns_results_of_all_ranks_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The array exceeds the capacity of a pipe. The number of ranks is the number of cores."""
     monkeypatch.setattr(calls, "usable_cores", lambda: 2)
-    assert len(fl.spawn(places)) == 2
-
-
-def test_spawn_passes_params_to_distributed_init() -> None:
-    assert "Gloo" in fl.spawn(describe, nprocs=2, params={"BACKEND": "gloo"})[0]
-    with pytest.raises(fl.errors.RankFailedError, match="keys of params must be among"):
-        fl.spawn(describe, nprocs=2, params={"BAKEND": "gloo"})
-
-
-def describe(rank: int) -> str:
-    return fl.distributed.describe()
-
-
-def environment(rank: int) -> dict[str, str]:
-    return dict(os.environ)
-
-
-def test_spawn_divides_threads_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MKL_NUM_THREADS", "7")
     share = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    for result in fl.spawn(environment, nprocs=2):
-        assert result["OMP_NUM_THREADS"] == result["OPENBLAS_NUM_THREADS"] == share
-        assert result["MKL_NUM_THREADS"] == "7"
+    threads = {"OMP_NUM_THREADS": share, "OPENBLAS_NUM_THREADS": share, "MKL_NUM_THREADS": "7"}
+    sent = np.arange(1_000_000.0)
+    results = fl.spawn(state, (sent, "a", {"b": 1}), params={"BACKEND": "gloo"})
+    assert [result["numbers"] for result in results] == [(rank, rank, 2, rank) for rank in (0, 1)]
+    for rank, result in enumerate(results):
+        np.testing.assert_array_equal(result["array"], sent * rank)
+        assert result["args"] == ("a", {"b": 1})
+        assert "Gloo" in result["world"]
+        assert threads.items() <= result["environment"].items()
     assert "OMP_NUM_THREADS" not in os.environ
 
 
@@ -112,86 +89,56 @@ def chatter(rank: int) -> None:
     print(f"error of {rank}", file=sys.stderr)
 
 
-def test_spawn_sends_large_arguments_and_results() -> None:
-    sent = np.arange(1_000_000.0)
-    for rank, came in enumerate(fl.spawn(scaled, (sent,), nprocs=2)):
-        np.testing.assert_array_equal(came, sent * rank)
-
-
-def scaled(rank: int, array: Any) -> Any:
-    return array * rank
-
-
-def test_spawned_ranks_can_initialise_again_after_a_shutdown() -> None:
-    assert fl.spawn(begin_anew, nprocs=2) == [2, 2]
-
-
-def begin_anew(rank: int) -> int:
-    fl.distributed_shutdown()
-    fl.distributed_init()
-    return int(fl.all_reduce(np.array(1)))
-
-
-def test_spawn_returns_if_ranks_leave_operations_unfinished() -> None:
-    assert fl.spawn(leave_early, nprocs=2) == [0, 1]
-
-
-def leave_early(rank: int) -> int:
-    fl.all_reduce(np.ones(100_000), async_op=True)
-    if rank == 1:
-        np.linalg.svd(np.random.default_rng(0).random((200, 200)))
-    return rank
-
-
-def test_spawn_in_a_rank_creates_a_separate_world(pool: Any) -> None:
-    assert pool(2).run(spawn_two) == [[[10, 10], 1], [[12, 12], 1]]
-
-
-def spawn_two(rank: int, size: int) -> list[Any]:
-    inner = [int(sums[0]) for sums in fl.spawn(total_of_pair, (rank,), nprocs=2)]
-    return [inner, int(fl.all_reduce(np.array([rank]))[0])]
-
-
-def total_of_pair(rank: int, outer: int) -> Any:
-    return fl.all_reduce(np.array([5 + outer]))
-
-
-def test_spawn_works_in_a_spawned_rank() -> None:
-    assert fl.spawn(nest, nprocs=1) == [[[1], [1]]]
-
-
-def nest(rank: int) -> list[Any]:
-    return [sums.tolist() for sums in fl.spawn(total, (0,), nprocs=2)]
-
-
-def test_spawn_passes_a_queue_of_a_manager() -> None:
-    """The server of the manager requires multiprocessing's key, which each rank receives."""
+def test_spawned_ranks_may_initialise_again_and_leave_operations_unfinished() -> None:
+    """Also use a queue: the manager requires multiprocessing's key, which each rank receives."""
     with multiprocessing.Manager() as manager:
         queue = manager.Queue()
-        fl.spawn(put, (queue,), nprocs=2)
+        assert fl.spawn(leave_early, (queue,), nprocs=2) == [2, 2]
         assert sorted([queue.get(), queue.get()]) == [0, 1]
 
 
-def put(rank: int, queue: Any) -> None:
+def leave_early(rank: int, queue: Any) -> int:
     queue.put(rank)
+    fl.distributed_shutdown()
+    fl.distributed_init()
+    size = int(fl.all_reduce(np.array(1)))
+    fl.all_reduce(np.ones(100_000), async_op=True)
+    if rank == 1:
+        np.linalg.svd(np.random.default_rng(0).random((200, 200)))
+    return size
+
+
+def test_spawn_in_a_rank_creates_a_separate_world(pool: Any) -> None:
+    assert pool(2).run(spawn_on_one) == [([10, 10], 1), (None, 1)]
+
+
+def spawn_on_one(rank: int, size: int) -> tuple[list[int] | None, int]:
+    inner = fl.spawn(total, (5,), nprocs=2) if rank == 0 else None
+    return inner, total(rank, rank)
+
+
+def total(rank: int, number: int) -> int:
+    return int(fl.all_reduce(np.array([number]))[0])
+
+
+@pytest.mark.slow
+def test_spawn_works_in_a_spawned_rank() -> None:
+    assert fl.spawn(nest, nprocs=np.int64(1)) == [(True, [2, 2])]  # type: ignore[arg-type]
+    assert not fl.is_distributed_init()
+
+
+def nest(rank: int) -> tuple[bool, Any]:
+    return fl.is_distributed_init(), fl.spawn(total, (1,), nprocs=2)
 
 
 # Serialisation --------------------------------------------------------------------------------
 
 
 @NEEDS_CLOUDPICKLE
-def test_spawn_sends_lambdas_and_closures_by_cloudpickle() -> None:
+def test_spawn_sends_and_returns_closures_by_cloudpickle() -> None:
     factor = 3
-    assert fl.spawn(lambda rank: rank * factor, nprocs=2) == [0, 3]
-
-
-@NEEDS_CLOUDPICKLE
-def test_spawn_returns_a_closure_by_cloudpickle() -> None:
-    assert fl.spawn(make_adder, nprocs=1)[0](2) == 3
-
-
-def make_adder(rank: int) -> Any:
-    return lambda x: x + 1
+    (adder,) = fl.spawn(lambda rank: lambda x: x + factor, nprocs=1)
+    assert adder(2) == 5
 
 
 @pytest.fixture
@@ -205,8 +152,8 @@ def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_no_process")
 def test_spawn_raises_type_error_if_fn_is_not_picklable(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = multiprocessing.Lock()
-    with pytest.raises(TypeError, match="spawn of put: the function or its arguments cannot be"):
-        fl.spawn(put, (lock,), nprocs=2)
+    with pytest.raises(TypeError, match="spawn of total: the function or its arguments cannot be"):
+        fl.spawn(total, (lock,), nprocs=2)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(TypeError, match=r"lambda.*cannot be pickled.*flashlight-py\[notebook\]"):
         fl.spawn(lambda rank: lock, nprocs=2)
@@ -232,7 +179,7 @@ def test_spawn_rejects_invalid_arguments_before_a_start(
     arguments: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
-        fl.spawn(**{"fn": places, **arguments})
+        fl.spawn(**{"fn": state, **arguments})
 
 
 def test_spawn_imports_multiprocessing_at_first_use() -> None:

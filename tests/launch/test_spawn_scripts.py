@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,18 +48,12 @@ def test_spawn_sends_functions_and_classes_of_a_script(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_spawn_works_in_a_module_run_with_dash_m(tmp_path: Path) -> None:
     write(tmp_path, SCRIPT, "module.py")
     done = run([sys.executable, "-m", "module"], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "[Point(x=4.0), Point(x=5.0)]" in done.stdout
-
-
-@NEEDS_CLOUDPICKLE
-def test_spawn_sends_a_lambda_of_a_script(tmp_path: Path) -> None:
-    guarded = 'if __name__ == "__main__":\n    print(fl.spawn(lambda rank: [rank], nprocs=2))\n'
-    done = run([sys.executable, write(tmp_path, f"import flashlight_py as fl\n{guarded}")])
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[[0], [1]]\n", "")
 
 
 def test_spawn_raises_runtime_error_without_the_main_guard(tmp_path: Path) -> None:
@@ -101,7 +95,7 @@ def test_spawn_in_a_session_without_cloudpickle_names_the_package() -> None:
 
 
 WAITING = """
-import os, signal, sys, time
+import os, signal, time
 import numpy as np
 import flashlight_py as fl
 
@@ -109,7 +103,7 @@ def wait(rank):
     try:
         fl.barrier()
         print(os.getpid())
-        if sys.argv[1] == "in a collective" and rank == 0:
+        if rank == 0:
             fl.all_reduce(np.ones(3))
         while True:
             time.sleep(0.05)  # a signal that comes just before a pause() would not end it
@@ -124,42 +118,33 @@ if __name__ == "__main__":
 """
 
 
-class Waiting:
-    """A script with two waiting ranks; ``ranks`` are their pids."""
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Return a script with a rank that waits in a collective and a rank that computes.
 
-    def __init__(self, folder: Path, where: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(write(folder, WAITING)), where],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.ranks = {int(self.process.stdout.readline()) for _ in range(2)}
-
-    def end(self, number: signal.Signals) -> tuple[str, str]:
-        """Send ``number`` only to the script; return its remaining output."""
-        os.kill(self.process.pid, number)
-        output, errors = self.process.communicate(timeout=20)
-        processes.wait_for_end(self.ranks, 5.0)
-        assert not [rank for rank in self.ranks if processes.is_alive(rank)]
-        return output, errors
+    After the test, check that both ranks have ended.
+    """
+    command = [sys.executable, str(write(tmp_path, WAITING))]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as script:
+        assert script.stdout is not None
+        ranks = {int(script.stdout.readline()) for _ in range(2)}
+        yield script
+    processes.wait_for_end(ranks, 5.0)
+    assert not [rank for rank in ranks if processes.is_alive(rank)]
 
 
-@pytest.mark.parametrize("where", ["in a collective", "in the function"])
-def test_ctrl_c_ends_spawned_ranks_after_cleanup(tmp_path: Path, where: str) -> None:
-    script = Waiting(tmp_path, where)
+def test_ctrl_c_ends_spawned_ranks_after_cleanup(waiting: subprocess.Popen[str]) -> None:
     begin = time.monotonic()
-    output, errors = script.end(signal.SIGINT)
+    waiting.send_signal(signal.SIGINT)
+    output, errors = waiting.communicate(timeout=20)
     assert time.monotonic() - begin < ENDING_SECONDS  # before the ranks would be killed
-    assert script.process.returncode == -signal.SIGINT
+    assert waiting.returncode == -signal.SIGINT
     assert sorted(output.splitlines()) == ["rank 0 was interrupted", "rank 1 was interrupted"]
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
     assert errors.count("Traceback") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_spawned_ranks_end_if_the_script_is_killed(tmp_path: Path, number: signal.Signals) -> None:
-    script = Waiting(tmp_path, "in a collective")
-    script.end(number)
-    assert script.process.returncode == -number
+def test_spawned_ranks_end_if_the_script_is_killed(waiting: subprocess.Popen[str]) -> None:
+    waiting.kill()
+    assert waiting.wait(20) == -signal.SIGKILL

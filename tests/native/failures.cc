@@ -13,20 +13,11 @@ size_t some_size(Random& random) {
   return sizes[random.below(5)];
 }
 
-}  // namespace
-
-void test_leaving(Random& random) {
-  const int ranks = 2 + static_cast<int>(random.below(7)), leaver = static_cast<int>(random.below(ranks));
-  const int calls = static_cast<int>(random.below(4));
-  const size_t floats = some_size(random);
-  const std::string what = " leaves after " + std::to_string(calls) + " calls of " + std::to_string(floats) + " floats";
-  in_world(ranks, floats, rank_of(leaver, ranks) + what, [&](Member& me, int rank) {
-    for (int i = 0; i < calls; ++i) me.expect(me.call(), FL_OK, {});
-    if (rank == leaver) return;
-    me.expect(me.call(), FL_PEER_LOST, {leaver});
-    me.expect(me.call(), FL_CLOSED, {});
-  });
+std::string told(const Outcome& outcome) {
+  return "status " + std::to_string(outcome.status) + ": " + outcome.message;
 }
+
+}  // namespace
 
 // Memory in test_leaving_after_a_small_part that cannot be read until a rank has left.
 namespace {
@@ -66,54 +57,6 @@ void test_leaving_after_a_small_part() {
   });
   sigaction(SIGSEGV, &before, nullptr);
   munmap(memory, kWithheldBytes);
-}
-
-// Some ranks are late: the other ranks name them, and the late ranks raise.
-void test_lateness(Random& random) {
-  const int ranks = random.one_in(4) ? 40 : 2 + static_cast<int>(random.below(7));
-  const int late = 1 + static_cast<int>(random.below(ranks - 1)), early = ranks - late;
-  const size_t floats = some_size(random);
-  const std::string what = std::to_string(late) + " of " + std::to_string(ranks) + " ranks are late for ";
-  Latch joined(ranks), gave_up(early);
-  in_world(ranks, floats, what + std::to_string(floats) + " floats", [&](Member& me, int rank) {
-    joined.count_down();
-    joined.wait();
-    if (rank < early) {
-      const Outcome outcome = me.call(0.3);
-      gave_up.count_down();
-      // On a busy machine an early rank may be late for another one.
-      check(outcome.status == FL_TIMEOUT || outcome.status == FL_PEER_LOST, "no timeout");
-      for (int r = early; outcome.status == FL_TIMEOUT && r < std::min(ranks, early + 20); ++r) {
-        const auto& missing = outcome.missing;
-        check(std::count(missing.begin(), missing.end(), r) == 1, "a late rank is not named");
-      }
-    } else {
-      gave_up.wait();
-      Outcome outcome = me.call();
-      if (outcome.status == FL_OK) outcome = me.call();  // small data had been sent
-      check(outcome.status == FL_PEER_LOST || outcome.status == FL_TIMEOUT, "a late rank goes on");
-    }
-    me.expect(me.call(), FL_CLOSED, {});
-  });
-}
-
-// A rank calls, so that other ranks start, and then does nothing.
-void test_stopping_half_way(Random& random) {
-  const int ranks = 2 + static_cast<int>(random.below(5)), stopper = static_cast<int>(random.below(ranks));
-  Latch gave_up(ranks - 1);
-  in_world(ranks, 300000, rank_of(stopper, ranks) + " stops half way", [&](Member& me, int rank) {
-    if (rank == stopper) {
-      check(me.group->begin(me.signature, me.data.data(), kForever), "cannot begin");
-      gave_up.wait();
-      const Outcome outcome = outcome_of(fl::handle_of(me.group->finish(me.signature, me.data.data(), nullptr)));
-      check(outcome.status == FL_PEER_LOST || outcome.status == FL_TIMEOUT, "it goes on");
-    } else {
-      const Outcome outcome = me.call(0.2);
-      check(outcome.status == FL_PEER_LOST || outcome.status == FL_TIMEOUT, "no timeout");
-      gave_up.count_down();
-    }
-    me.expect(me.call(), FL_CLOSED, {});
-  });
 }
 
 // Closing ends running and queued operations; handles outlive the group.
@@ -191,30 +134,6 @@ void test_out_of_memory() {
   });
 }
 
-void test_kill(Random& random) {
-  const int ranks = 2 + static_cast<int>(random.below(5)), victim = static_cast<int>(random.below(ranks));
-  const int calls = static_cast<int>(random.below(20));
-  const size_t floats = some_size(random);
-  const bool half_way = random.one_in(2);
-  const std::string what = rank_of(victim, ranks) + " is killed in call " + std::to_string(calls) + " of " +
-                           std::to_string(floats) + " floats" + (half_way ? ", half way" : "");
-  const auto run = [&](Member& me, int rank) {
-    for (int i = 0; i < calls; ++i) me.expect(me.call(), FL_OK, {});
-    if (rank == victim) {
-      if (half_way) me.group->begin(me.signature, me.data.data(), kForever);
-      raise(SIGKILL);
-    }
-    Outcome outcome = me.call();
-    // Small data had arrived already.
-    if (outcome.status == FL_OK && half_way && floats * sizeof(float) <= fl::kInlineBytes) {
-      outcome = me.call();
-    }
-    me.expect(outcome, FL_PEER_LOST, {victim});
-    me.expect(me.call(), FL_CLOSED, {});
-  };
-  in_world(ranks, floats, what, run, victim);
-}
-
 // Broadcast from `root` with as many floats as the member has, each equal to `value` on the root.
 namespace {
 Outcome broadcast(Member& me, int root, float value, double seconds = kForever) {
@@ -226,33 +145,25 @@ Outcome broadcast(Member& me, int root, float value, double seconds = kForever) 
   return outcome_of(me.group->run({s, me.data.data(), nullptr, -1, seconds, &here}));
 }
 
-// Data that a root sent before it was gone arrives.
-void run_ahead_of_one_that_goes(Member& me, int root, int calls) {
-  for (int i = 1; i <= calls; ++i) {
-    me.expect(broadcast(me, root, static_cast<float>(i)), FL_OK, {});
-    check(me.data.back() == static_cast<float>(i), "what came is not what was given");
-    if (me.rank != root && i % 2 == 0) usleep(1000);
-  }
-}
 }  // namespace
 
+// Data that a root sent before it left arrives.
 void test_going_ahead(Random& random) {
   const int ranks = 2 + static_cast<int>(random.below(4)), root = static_cast<int>(random.below(ranks));
   const int calls = 1 + static_cast<int>(random.below(fl::kMostAhead));
   const size_t floats = 1 + random.below(250);
-  const bool is_killed = !kOneAddress && random.one_in(2);
-  const std::string what = rank_of(root, ranks) + (is_killed ? " is killed" : " leaves") + " ahead, after " +
-                           std::to_string(calls) + " broadcasts of " + std::to_string(floats) + " floats";
-  const auto run = [&](Member& me, int rank) {
-    run_ahead_of_one_that_goes(me, root, calls);
-    if (rank == root) {
-      if (is_killed) raise(SIGKILL);
-      return;
+  const std::string what = rank_of(root, ranks) + " leaves ahead, after " + std::to_string(calls) +
+                           " broadcasts of " + std::to_string(floats) + " floats";
+  in_world(ranks, floats, what, [&](Member& me, int rank) {
+    for (int i = 1; i <= calls; ++i) {
+      me.expect(broadcast(me, root, static_cast<float>(i)), FL_OK, {});
+      check(me.data.back() == static_cast<float>(i), "what came is not what was given");
+      if (rank != root && i % 2 == 0) usleep(1000);
     }
+    if (rank == root) return;
     me.expect(me.call(), FL_PEER_LOST, {root});
     me.expect(me.call(), FL_CLOSED, {});
-  };
-  in_world(ranks, floats, what, run, is_killed ? root : -1);
+  });
 }
 
 // A rank may not be further ahead than other ranks can read; its wait then has a timeout.
@@ -268,6 +179,78 @@ void test_going_too_far_ahead() {
       for (uint32_t i = 0; i < fl::kMostAhead; ++i) me.expect(broadcast(me, 0, 1), FL_OK, {});
       me.expect(broadcast(me, 0, 1), FL_PEER_LOST, {0});
     }
+  });
+}
+
+// Messages -----------------------------------------------------------------------------------
+
+// Started messages end, including queued ones, and handles outlive the group.
+void test_closing_with_messages(Random& random) {
+  const int ranks = 2 + static_cast<int>(random.below(4)), peers = ranks - 1;
+  const int started = 1 + static_cast<int>(random.below(20)), tags = 1 + started / 2;
+  const size_t floats = some_size(random);
+  const std::string what = "closing with " + std::to_string(started) + " messages of " + std::to_string(floats) +
+                           " floats on their way, " + std::to_string(ranks) + " ranks";
+  Latch posted(ranks), closed(1);
+  in_world(ranks, floats, what, [&](Member& me, int rank) {
+    std::vector<fl::Handle> running;
+    if (rank == 0) {
+      for (int i = 0; i < started; ++i) {
+        const int verb = i % 3 == 0 ? FL_SEND : FL_RECV;
+        running.push_back(me.start(verb, 1 + i % peers, i % tags));
+      }
+    }
+    posted.count_down();
+    posted.wait();
+    if (rank != 0) {
+      closed.wait();
+      return me.expect(me.run(FL_RECV, 0, 1000), FL_PEER_LOST, {0});
+    }
+    me.group.reset();
+    closed.count_down();
+    for (const auto& operation : running) me.expect(outcome_of(operation), FL_CLOSED, {});
+  });
+}
+
+// A failed collective ends the messages of its rank.
+void test_breaking_with_messages(Random& random) {
+  Latch ready(2), over(2);
+  in_world(3, some_size(random), "a collective fails while messages wait", [&](Member& me, int rank) {
+    if (rank == 2) return over.wait();  // and never calls
+    const auto message = me.start(FL_RECV, 1 - rank, 5);
+    ready.count_down();  // a rank that calls after the peer's timeout finds the group broken
+    ready.wait();
+    const Outcome outcome = me.call(0.3);
+    check(outcome.status == FL_TIMEOUT || outcome.status == FL_PEER_LOST, told(outcome));
+    const Outcome end = outcome_of(message);
+    const bool ended = end.status == FL_CLOSED || end.status == FL_TIMEOUT || end.status == FL_PEER_LOST;
+    check(ended, "a message goes on: " + told(end));
+    me.expect(me.run(FL_SEND, 1 - rank, 5), FL_CLOSED, {});
+    over.count_down();
+  });
+}
+
+// A send of little data has ended when its receiver rejects it: the sender's next call raises, once.
+void test_late_refusal(Random& random) {
+  const bool is_collective = random.one_in(2);
+  Latch refused(2);
+  in_world(2, 2, "a small message is refused after its sender has returned", [&](Member& me, int rank) {
+    if (rank == 0) me.expect(me.run(FL_SEND, 1, 5), FL_OK, {});
+    if (rank == 1) {
+      fl_signature other = me.message(FL_RECV, 5);
+      other.count = other.shape[0] = 1;
+      me.expect(outcome_of(me.group->run({other, me.data.data(), nullptr, 0, kForever})), FL_MISMATCH, {});
+    }
+    refused.count_down();
+    refused.wait();
+    if (rank == 0) {
+      // Any call handles arrived records; here a receive from the other rank.
+      me.expect(me.run(FL_RECV, 1, 6), FL_OK, {});
+      me.expect(is_collective ? me.call() : me.run(FL_SEND, 1, 7), FL_MISMATCH, {});
+    } else {
+      me.expect(me.run(FL_SEND, 0, 6), FL_OK, {});
+    }
+    me.expect(me.call(), FL_OK, {});
   });
 }
 

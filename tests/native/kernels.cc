@@ -1,11 +1,10 @@
 // Kernels of csrc/reduce: every instruction set of this processor gives the same bits as the baseline, for
 // arbitrary bits, and all agree with the reference.
-#include "kernels.h"
-
 #include <memory>
 
 #include "../../csrc/reduce/sets.h"
 #include "check.h"
+#include "failures.h"
 #include "reference.h"
 
 namespace stress {

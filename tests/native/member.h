@@ -65,16 +65,15 @@ struct Member {
   std::vector<float> data;
 };
 
-// Run `work(member, rank)` for each rank of a new world: in threads, or in processes if a rank is killed.
+// Run `work(member, rank)` for each rank of a new world, in threads.
 template <typename Work>
-void in_world(int ranks, size_t floats, const std::string& what, Work work, int victim = -1) {
+void in_world(int ranks, size_t floats, const std::string& what, Work work) {
   situation() = what;
   World world(ranks, 0, {});
-  const auto run = [&](int rank) {
+  in_threads(ranks, [&](int rank) {
     Member me(world, rank, floats);
     work(me, rank);
-  };
-  victim < 0 ? in_threads(ranks, run) : in_processes(ranks, victim, run);
+  });
 }
 
 // "rank R of N", for tests about one rank.

@@ -21,6 +21,13 @@ using Regions = std::vector<std::vector<std::pair<std::shared_ptr<fl::Mapping>, 
 
 constexpr char kUntouched = 0x5a;
 
+inline std::string describe(const fl_signature& s) {
+  return "verb " + std::to_string(s.verb) + " of " + std::to_string(s.count) + " " +
+         info_of(s.dtype).name + ", op " + std::to_string(s.op) + ", root " +
+         std::to_string(s.root) + ", scale " + std::to_string(s.scale) + ", ndim " +
+         std::to_string(s.ndim) + ", part of " + std::to_string(s.part_of);
+}
+
 inline bool is_reduction(int verb) {
   return verb == FL_ALL_REDUCE || verb == FL_REDUCE || verb == FL_REDUCE_SCATTER ||
          verb == FL_REDUCE_SCATTER_UNEVEN || verb == FL_SCAN || verb == FL_EXSCAN;

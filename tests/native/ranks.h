@@ -15,8 +15,8 @@ inline void in_threads(int ranks, const std::function<void(int)>& run) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// The program fails unless all processes succeed; `victim` is expected to be killed.
-void in_processes(int ranks, int victim, const std::function<void(int)>& run);
+// The program fails unless all processes succeed.
+void in_processes(int ranks, const std::function<void(int)>& run);
 
 // A latch that opens when its count reaches zero.
 class Latch {

@@ -59,8 +59,6 @@ struct Script {
 // Seconds after which a wait counts as hanging.
 constexpr double kForever = 100;
 
-std::string describe(const fl_signature& signature);
-
 // A call with `count` elements in one dimension: a sum without scaling.
 inline fl_signature signature_of(int verb, int dtype, size_t itemsize, size_t count, int root = 0) {
   fl_signature s;
@@ -77,6 +75,13 @@ inline fl_signature signature_of(int verb, int dtype, size_t itemsize, size_t co
 }
 
 // Reduce a signature to verb and root (FL_ANY).
-void forget(fl_signature& signature);
+inline void forget(fl_signature& signature) {
+  const fl_signature full = signature;
+  std::memset(&signature, 0, sizeof signature);
+  signature.verb = full.verb;
+  signature.root = full.root;
+  signature.part_of = full.part_of;
+  signature.ndim = FL_ANY;
+}
 
 }  // namespace stress

@@ -1,9 +1,8 @@
-// stress ROUNDS [SEED]: random tests of csrc/shm, csrc/reduce and csrc/optim against their contracts.
+// stress ROUNDS [SEED]: random tests of csrc/shm and csrc/reduce against their contracts.
 
 #include "calls.h"
 #include "check.h"
 #include "failures.h"
-#include "kernels.h"
 #include "ranks.h"
 #include "world.h"
 
@@ -38,7 +37,7 @@ void one_world(uint64_t seed, const Course& course) {
     const auto group = world.join(rank);
     Player(*group, rank, world.regions).play(script.steps[rank]);
   };  // and leave at once, while other ranks may continue
-  course.processes ? in_processes(course.ranks, -1, run) : in_threads(course.ranks, run);
+  course.processes ? in_processes(course.ranks, run) : in_threads(course.ranks, run);
 }
 
 // Mostly 1 to 8 ranks with arrays of several chunks; occasionally many ranks.
@@ -63,25 +62,13 @@ void failures(Random& random, long rounds) {
   if (!kOneAddress) test_leaving_after_a_small_part();
   test_going_too_far_ahead();
   for (long i = 0; i < rounds; ++i) {
-    test_leaving(random);
     test_closing_while_busy(random);
     test_closing_in_a_handler(random);
     test_closing_with_messages(random);
-    test_leaving_with_messages(random);
-    test_interrupted_message(random);
-    test_many_open(random);
     test_going_ahead(random);
-    if (!kOneAddress) {
-      test_kill(random);
-      test_killed_messenger(random);
-    }
-    if (i % 8 == 0) test_lateness(random);
-    if (i % 8 == 2) test_wrong_tag(random);
-    if (i % 8 == 4) test_stopping_half_way(random);
-    if (i % 8 == 6) test_breaking_with_messages(random);
+    if (i % 8 == 0) test_breaking_with_messages(random);
   }
   unsetenv("FLASHLIGHT_CHECKS");
-  test_many_open(random);
   test_late_refusal(random);
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   test_out_of_memory();  // the sanitizers' allocators end the program instead
@@ -105,11 +92,10 @@ int main(int argc, char** argv) {
     one_world(seed * 1000000 + i, some_course(random, i));
   }
   const long reductions = test_kernels(seed, worlds / 4 + 1);
-  const long steps = test_steps(seed, worlds / 4 + 1);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   std::printf(
-      "%ld calls in %ld worlds, %ld failures, %ld reductions and %ld steps by every instruction set: "
+      "%ld calls in %ld worlds, %ld failures, %ld reductions by every instruction set: "
       "all right (%.0f s, seed %llu)\n",
-      calls, worlds, worlds / 8 + 1, reductions, steps, seconds, static_cast<unsigned long long>(seed));
+      calls, worlds, worlds / 8 + 1, reductions, seconds, static_cast<unsigned long long>(seed));
   return 0;
 }

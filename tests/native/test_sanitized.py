@@ -40,14 +40,14 @@ def make(folder: str, target: str, **variables: int | str) -> None:
 @pytest.mark.usefixtures("leaves_nothing")
 def test_random_calls_in_shared_memory_return_correct_results() -> None:
     """Every verb, dtype and size class, mismatches, ranks that leave or die; then every kernel."""
-    make(".", "thread", ROUNDS=300)
+    make(".", "thread", ROUNDS=200)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not GLOO.exists(), reason="needs libgloo-dev")
 def test_random_worlds_of_gloo_return_correct_results() -> None:
     """Every verb, messages in any order, mismatches, ranks that leave or are late."""
-    make("gloo", "address", WORLDS=20)
+    make("gloo", "address", WORLDS=10)
 
 
 @pytest.mark.timeout(600)
@@ -76,10 +76,10 @@ def test_model_checker_detects_a_weaker_memory_order() -> None:
 
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(not all(map(shutil.which, ARM)), reason=f"needs {ARM}: make tools-slow")
-@pytest.mark.parametrize("target", ["stress", "gloo", "python", "ranks"])
+@pytest.mark.parametrize("target", ["stress", "python", "ranks"])
 def test_native_code_on_arm(target: str) -> None:
     """Every verb, message and kernel; every extension, in captured steps and of two ranks.
 
     It compiles and computes alike there. The model tries the order of memory accesses.
     """
-    make("arm", target, ROUNDS=60, WORLDS=4, PYTHON=sys.executable)
+    make("arm", target, ROUNDS=24, PYTHON=sys.executable)

@@ -1,7 +1,9 @@
 """Reference results from torch, which runs in another interpreter."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -41,6 +43,13 @@ def compare(
         assert (leaf.grad is None) == (expected[name] is None)
         if leaf.grad is not None:
             np.testing.assert_allclose(leaf.grad, expected[name], rtol, atol, err_msg=name)
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Compute in array operations instead of the native kernels."""
+    with mock.patch("flashlight_py.autograd.native._kernel", return_value=None):
+        yield
 
 
 def _answer(code: str, grads: list[str], arrays: dict[str, Any]) -> dict[str, Any]:

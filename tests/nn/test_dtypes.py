@@ -9,6 +9,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
 from flashlight_py.device import floating
+from tests.tables import for_each
 from tests.tape.steps import compare, training
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -42,8 +43,8 @@ def train(model: Any, optimizer: Any, steps: int = 10, rows: slice = slice(16)) 
     return losses
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("optimizer", OPTIMIZERS)
+@for_each("dtype", DTYPES)
 def test_training_reduces_the_loss_in_every_dtype(dtype: str, optimizer: str) -> None:
     model, exact = model_of(dtype), model_of("float64")
     losses = train(model, OPTIMIZERS[optimizer](model.params()))
@@ -55,7 +56,7 @@ def test_training_reduces_the_loss_in_every_dtype(dtype: str, optimizer: str) ->
     assert {param.dtype.name for param in model.params()} == {dtype}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_load_state_dict_casts_between_dtypes(dtype: str) -> None:
     model, wide = model_of(dtype), model_of("float64")
     wide.load_state_dict(model.state_dict())
@@ -68,16 +69,16 @@ def test_load_state_dict_casts_between_dtypes(dtype: str) -> None:
         model.load_state_dict(state)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_checkpoint_resumes_bit_for_bit_in_every_dtype(dtype: str, tmp_path: Any) -> None:
     model = model_of(dtype)
     optimizer = fl.optim.AdamOptimizer(model.params(), 0.05)
     train(model, optimizer, 3)
-    fl.save(tmp_path / "saved", model, optimizer=optimizer)
+    fl.save(tmp_path / dtype, model, optimizer=optimizer)
     expected = train(model, optimizer, 3)
     other = model_of(dtype)
     resumed = fl.optim.AdamOptimizer(other.params(), 0.05)
-    fl.load(tmp_path / "saved", other, optimizer=resumed)
+    fl.load(tmp_path / dtype, other, optimizer=resumed)
     assert train(other, resumed, 3) == expected
 
 
@@ -89,7 +90,7 @@ def test_modules_accept_dtype_names() -> None:
             model_of(wrong)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_captured_step_equals_eager_in_every_dtype(dtype: str) -> None:
     def make() -> Any:
         model = model_of(dtype)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
-from flashlight_py.autograd import native
-from tests.nn.oracle import Oracle, compare, weights_of
+from tests.nn.oracle import Oracle, compare, weights_of, without_kernels
+from tests.pairwise import pairs
+from tests.tables import for_each
 
 RANDOM = np.random.default_rng(0)
 MAY = RANDOM.random((2, 1, 70, 150)) < 0.5
@@ -65,7 +67,6 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         (ROWS[..., :4], ROWS[0, :, :4], ROWS[1, :, :3], ROWS[0, :, 5], ROWS[0, :, 6])),
     "dropout": (lambda x: F.dropout(x, 0.3), (ROWS,)),
 }  # fmt: skip
-BY_NAME = pytest.mark.parametrize("name", FUNCTIONS)
 Convert = Callable[[np.ndarray], np.ndarray]
 
 
@@ -78,12 +79,12 @@ def results_of(name: str, convert: Convert) -> list[np.ndarray]:
     return [result.array, *(v.grad for v in variables)]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@BY_NAME
-def test_kernels_equal_operations(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@for_each("dtype", ["float16", "float32", "float64"])
+@for_each("name", FUNCTIONS)
+def test_kernels_equal_operations(name: str, dtype: str) -> None:
     by_kernels = results_of(name, lambda x: x.astype(dtype))
-    monkeypatch.setattr(native, "_kernel", lambda name: None)
-    in_numpy = results_of(name, lambda x: x.astype(dtype))
+    with without_kernels():
+        in_numpy = results_of(name, lambda x: x.astype(dtype))
     digits = {"float16": 1e-3, "float32": 1e-5, "float64": 1e-12}[dtype]
     for one, other in zip(by_kernels, in_numpy, strict=True):
         assert one.dtype == other.dtype == dtype
@@ -99,8 +100,8 @@ STRANGE: dict[str, Convert] = {
 }
 
 
-@pytest.mark.parametrize("layout", STRANGE)
-@pytest.mark.parametrize("name", [*FUNCTIONS, *OTHERS])
+@for_each("layout", STRANGE)
+@for_each("name", [*FUNCTIONS, *OTHERS])
 def test_kernels_accept_unaligned_and_swapped_arrays(name: str, layout: str) -> None:
     strange = results_of(name, STRANGE[layout])
     if name != "dropout" or layout == "unaligned":  # without the kernel, other numbers are drawn
@@ -108,7 +109,7 @@ def test_kernels_accept_unaligned_and_swapped_arrays(name: str, layout: str) -> 
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["batch_norm", "batch_norm_last", "group_norm_last", "silu_last"])
+@for_each("name", ["batch_norm", "batch_norm_last", "group_norm_last", "silu_last"])
 def test_results_and_gradients_keep_the_memory_layout(name: str) -> None:
     result, gradient = results_of(name, lambda x: x.astype("float32"))[:2]
     strides = FUNCTIONS[name][1][0].astype("float32").strides
@@ -116,7 +117,7 @@ def test_results_and_gradients_keep_the_memory_layout(name: str) -> None:
     assert gradient.strides == strides
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "batch_norm_last", "group_norm"])
+@for_each("name", ["layer_norm", "batch_norm_last", "group_norm"])
 def test_variance_is_accurate_for_large_means(name: str) -> None:
     function, (x, *rest) = FUNCTIONS[name]
     exact, single = (
@@ -127,7 +128,7 @@ def test_variance_is_accurate_for_large_means(name: str) -> None:
     np.testing.assert_allclose(single, exact, rtol=1e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("function", [F.gelu, F.silu, F.sigmoid, lambda x: F.gelu(x, True)])
+@for_each("function", [F.gelu, F.silu, F.sigmoid, lambda x: F.gelu(x, True)])
 def test_float32_functions_are_accurate(function: Callable[..., Any]) -> None:
     """The error is relative to the value, also in the tails."""
     x = np.concatenate([np.linspace(-9, 9, 5001), np.geomspace(1e-30, 80, 500)]).astype("float32")
@@ -147,7 +148,7 @@ def test_kernels_propagate_nan() -> None:
     assert np.isnan(F.attention(q, q, q).array).all()
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@for_each("causal", [False, True])
 def test_attention_with_mask_equals_torch(causal: bool, oracle: Oracle) -> None:
     """A query whose keys are all masked gets 0. torch returns nan."""
     may = MAY.copy()
@@ -161,8 +162,8 @@ def test_attention_with_mask_equals_torch(causal: bool, oracle: Oracle) -> None:
     np.testing.assert_array_equal(nothing, np.zeros_like(nothing))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("least", [0, -1e6, -1e9, -1e38])
+@for_each("dtype", ["float32", "float64"])
+@for_each("least", [0, -1e6, -1e9, -1e38])
 def test_attention_is_accurate_for_large_scores(least: float, dtype: str) -> None:
     """If all scores of a row are equal, the weights are 1 / n in both passes."""
     q, k = (fl.param(np.zeros((1, 1, 8, 4), dtype)) for _ in range(2))
@@ -182,7 +183,7 @@ def test_attention_does_not_store_all_scores() -> None:
     assert peak < 2**20
 
 
-@pytest.mark.parametrize("shape", [(100_000,), (50, 20, 10, 10)])
+@for_each("shape", [(100_000,), (50, 20, 10, 10)])
 def test_dropout_zeroes_the_expected_share(shape: tuple[int, ...]) -> None:
     fl.set_seed(0)
     x = fl.param(np.ones(shape, "float32"))
@@ -198,7 +199,7 @@ def test_dropout_zeroes_the_expected_share(shape: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(x.grad, results[0].array)
 
 
-@pytest.mark.parametrize("axes", [(0, 3, 1, 2), (0, 2, 1, 3), (3, 2, 1, 0)])
+@for_each("axes", [(0, 3, 1, 2), (0, 2, 1, 3), (3, 2, 1, 0)])
 def test_dropout_gradient_may_have_another_layout(axes: tuple[int, ...]) -> None:
     x = fl.param(np.ones((2, 5, 4, 3), "float32").transpose(axes))
     result = F.dropout(x, 0.5)
@@ -214,9 +215,8 @@ def test_attention_dropout_keeps_the_mean() -> None:
     assert abs(result[..., 0].std() - (0.4 / 0.6 / 200) ** 0.5) < 0.003
 
 
-@pytest.mark.parametrize("native_too", [True, False])
-@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
-@pytest.mark.parametrize(
+@for_each("dtype context", pairs(["int64", "uint8", "bool"], [nullcontext, without_kernels]))
+@for_each(
     "function",
     [
         *(F.layer_norm, F.rms_norm, F.batch_norm),
@@ -230,15 +230,12 @@ def test_attention_dropout_keeps_the_mean() -> None:
         lambda x: F.categorical_cross_entropy(x, np.zeros((3, 6, 9), int)),
     ],
 )
-def test_norms_convert_integers_to_float64(
-    function: Any, dtype: str, native_too: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not native_too:
-        monkeypatch.setattr(native, "_kernel", lambda name: None)
+def test_norms_convert_integers_to_float64(function: Any, dtype: str, context: Any) -> None:
     results = []
     for x in (IMAGES.astype(dtype), IMAGES.astype(dtype).astype("float64")):
         fl.set_seed(0)
-        results.append(function(fl.input(x)))
+        with context():
+            results.append(function(fl.input(x)))
     assert results[0].dtype == results[1].dtype == "float64"
     np.testing.assert_array_equal(results[0].array, results[1].array)
 
@@ -287,13 +284,13 @@ ERRORS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("pattern", ERRORS)
+@for_each("pattern", ERRORS)
 def test_errors_name_the_layer_and_shapes(pattern: str) -> None:
     with pytest.raises(ValueError, match=pattern):
         ERRORS[pattern]()
 
 
-@pytest.mark.parametrize("function", [F.sigmoid, F.gelu, F.silu, lambda x: F.dropout(x, 0.5)])
+@for_each("function", [F.sigmoid, F.gelu, F.silu, lambda x: F.dropout(x, 0.5)])
 def test_backward_accepts_numpy_scalars_as_gradients(function: Any) -> None:
     x = fl.param(np.ones((), np.float32))
     (function(x) * fl.input(np.ones(3, np.float32))).sum().backward()
@@ -322,6 +319,7 @@ for limited in (step, lambda a, b: conv2d(a, b, padding=1)):
 """
 
 
+@pytest.mark.slow
 def test_kernel_raises_memory_error_without_memory() -> None:
     command = [sys.executable, "-c", TOO_LARGE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
@@ -340,7 +338,7 @@ RESIZED: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RESIZED)
+@for_each("name", RESIZED)
 def test_backward_raises_runtime_error_if_an_array_was_resized(name: str) -> None:
     """The kernel may have a view of the resized array, for example for images of one channel."""
     function, arrays = RESIZED[name]

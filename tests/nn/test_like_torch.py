@@ -2,15 +2,16 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.autograd import native
-from tests.nn.oracle import Oracle, weights_of
+from tests.nn.oracle import Oracle, weights_of, without_kernels
 from tests.nn.oracle import compare as compare_with_torch
+from tests.tables import for_each
 from tests.tape.steps import compare, training
 
 F = fl.autograd.functions
@@ -170,7 +171,7 @@ ROWS = [
         (SEQUENCES, SPOKEN),
     ),
 ]  # fmt: skip
-ROWS_BY_NAME = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+ROWS_BY_NAME = for_each("row", ROWS)
 
 
 def call(row: Row, module: fl.nn.Module, inputs: Any) -> Any:
@@ -193,7 +194,7 @@ def made(row: Row, dtype: Any) -> fl.nn.Module:
     return row.make().astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@for_each("dtype", ["float32", "float64"])
 @ROWS_BY_NAME
 def test_layers_have_values_and_gradients_of_torch(row: Row, dtype: str, oracle: Oracle) -> None:
     module, inputs = made(row, dtype), variables_of(row, dtype)
@@ -225,6 +226,7 @@ def test_float16_is_computed_in_float32(row: Row) -> None:
             if variable.calc_grad:
                 variable.data = variable.data.astype(dtype)
         result = call(row, module, inputs)
+        assert repr(module).startswith(f"{type(module).__name__}(")
         assert result.dtype == dtype
         result.backward(weights_of(result.array))
         leaves = [v for v in (*inputs, *module.params()) if v.calc_grad]
@@ -248,12 +250,6 @@ def test_captured_step_has_the_bits_of_an_eager_step(row: Row) -> None:
         return training(fl.optim.SGDOptimizer(params, 1e-4), loss_of), module, params
 
     compare(make, [np.asarray(1 - k / 1000, "float32") for k in range(5)])
-
-
-@ROWS_BY_NAME
-def test_repr_shows_the_arguments_of_layers(row: Row) -> None:
-    module = row.make()
-    assert repr(module).startswith(f"{type(module).__name__}(")
 
 
 def test_residual_adds_the_input_or_a_shortcut() -> None:
@@ -287,7 +283,7 @@ def test_rnn_dropout_acts_only_in_training() -> None:
     np.testing.assert_array_equal(module(x)[0].array, module(x)[0].array)
 
 
-@pytest.mark.parametrize("zero", [False, True])
+@for_each("zero", [False, True])
 def test_ctc_loss_is_infinite_without_an_alignment(zero: bool, oracle: Oracle) -> None:
     logs = fl.param(np.log(np.full((2, 3, 4), 0.25)))
     labels = np.array([[1, 1], [1, 2]])  # a row needs a blank between labels
@@ -309,7 +305,7 @@ def test_binary_cross_entropy_limits_logarithms_to_100(oracle: Oracle) -> None:
     compare_with_torch(oracle, code, loss, {"a": p}, t=target)
 
 
-@pytest.mark.parametrize("function", [F.erf, F.gelu, F.silu, F.elu, F.log1p])
+@for_each("function", [F.erf, F.gelu, F.silu, F.elu, F.log1p])
 def test_activations_of_extremes_are_finite(function: Callable[..., Any], oracle: Oracle) -> None:
     ends = np.array([0.0, -0.0, 1e-30, 30.0, 700.0])
     ends = ends if function is F.log1p else np.concatenate([ends, -ends])
@@ -426,17 +422,14 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
+@for_each("layer", [
         fl.nn.BatchNorm(2), fl.nn.GroupNorm(1, 2), fl.nn.MultiheadAttention(2, 1),
         fl.nn.RNN("gru", 2, 2), fl.nn.PositionEmbedding(2, 2), fl.nn.Transformer(2, 1),
         fl.nn.PReLU(2), fl.nn.Linear(2, 2), fl.nn.Conv2D(2, 2, 1), fl.nn.LayerNorm(2),
         fl.nn.Conv1D(2, 2, 1), fl.nn.Upsample(), fl.nn.Upsample(mode="bilinear"),
         fl.nn.ReLU(), fl.nn.Tanh(), fl.nn.Sigmoid(), fl.nn.LogSoftmax(), fl.nn.Dropout(),
         fl.nn.View((-1,)), fl.nn.Sequential(fl.nn.Linear(2, 2), fl.nn.Dropout()),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_layers_accept_arrays_and_reject_lists(layer: Any) -> None:
     with pytest.raises(TypeError, match=r"got list. Convert it with numpy.asarray"):
         layer([[[1.0, 2.0]]])
@@ -445,15 +438,14 @@ def test_layers_accept_arrays_and_reject_lists(layer: Any) -> None:
     layer.eval()(x)
 
 
-def test_losses_accept_arrays() -> None:
-    x, labels = F.log_softmax(fl.param(X)), np.arange(4)
-    for criterion, targets in (
-        (fl.nn.CategoricalCrossEntropy(), labels),
-        (fl.nn.MeanSquaredError(), Y),
-    ):
-        np.testing.assert_array_equal(
-            criterion(x, targets).array, criterion(x, fl.input(targets)).array
-        )
+@for_each(
+    "criterion targets",
+    [(fl.nn.CategoricalCrossEntropy(), np.arange(4)), (fl.nn.MeanSquaredError(), Y)],
+)
+def test_losses_accept_arrays(criterion: Any, targets: np.ndarray) -> None:
+    x = F.log_softmax(fl.param(X))
+    expected = criterion(x, fl.input(targets)).array
+    np.testing.assert_array_equal(criterion(x, targets).array, expected)
 
 
 EMPTY: dict[str, Callable[..., Any]] = {
@@ -480,19 +472,16 @@ EMPTY: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("words", EMPTY)
-def test_layers_raise_value_error_for_empty_batches(
-    words: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not kernels:
-        monkeypatch.setattr(native, "_kernel", lambda name: None)
+@for_each("context", [nullcontext, without_kernels])
+@for_each("words", EMPTY)
+def test_layers_raise_value_error_for_empty_batches(words: str, context: Any) -> None:
     name, shape = words.split(": ")
-    with pytest.raises(ValueError, match=f"^{name}: .*{re.escape(shape.strip())}"):
+    match = f"^{name}: .*{re.escape(shape.strip())}"
+    with context(), pytest.raises(ValueError, match=match):
         EMPTY[words](fl.input(np.ones((0, 4, 8), np.float32)))
 
 
-@pytest.mark.parametrize("words", ERRORS)
+@for_each("words", ERRORS)
 def test_errors_name_the_layer_and_the_shapes(words: str) -> None:
     call, error = ERRORS[words]
     with pytest.raises(error, match=words):

@@ -12,6 +12,7 @@ import flashlight_py as fl
 from flashlight_py.device import floating
 from flashlight_py.safetensors import pieces
 from tests.parallel import trees
+from tests.tables import for_each
 
 
 class Tensor:
@@ -67,14 +68,14 @@ def check(module: Any) -> None:
         assert np.array_equal(array, ARRAYS[name])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_load_torch_copies_state_dicts(kind: str) -> None:
     module, make = Tied(), KINDS[kind]
     assert fl.nn.load_torch(module, {n: make(x) for n, x in ARRAYS.items()}) == ([], [])
     check(module)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@for_each("dtype", ["float32", "float16", "bfloat16"])
 def test_load_torch_reads_safetensors_files(dtype: str, tmp_path: Any) -> None:
     arrays = {name: x.astype(floating(dtype, "")) for name, x in ARRAYS.items()}
     path = tmp_path / "model.safetensors"
@@ -102,7 +103,7 @@ def test_load_torch_accepts_any_name_of_a_shared_parameter() -> None:
     assert fl.nn.load_torch(Tied(), state, strict=False) == ([], [])
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@for_each("strict", [False, True])
 def test_load_torch_raises_for_two_values_of_an_entry(strict: bool) -> None:
     module, other = Tied(), {**ARRAYS, "other.weight": np.zeros((2, 2))}
     before = module.one.weight.array.copy()
@@ -139,8 +140,8 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", WRONG)
+@for_each("strict", [False, True])
+@for_each("name", WRONG)
 def test_load_torch_raises_for_invalid_states(name: str, strict: bool) -> None:
     state, error, message = WRONG[name]
     with pytest.raises(error, match=message):

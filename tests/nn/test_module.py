@@ -10,13 +10,13 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import Variable, input, param
-from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.graph import Part
 from flashlight_py.nn import Container, Dropout, Linear, Module, ReLU, Sequential, View, recompute
 from flashlight_py.optim import SGDOptimizer
 from flashlight_py.parallel.tree import put_buffer
 from flashlight_py.random import set_seed
 from tests.nn.oracle import Oracle
+from tests.tables import for_each
 from tests.tape.steps import compare, training
 
 
@@ -38,102 +38,60 @@ def test_named_params_returns_parameters_in_order() -> None:
     assert list(model.named_params()) == names
     assert model.params() == list(model.named_params().values())
     assert list(model.buffers) == ["0.count", "0.total"]
-
-
-def test_named_params_lists_shared_parameters_once() -> None:
     first, second = Linear(2, 2), Linear(2, 2)
-    second.weight = first.weight
-    model = Sequential(first, second, first)
-    assert list(model.named_params()) == ["0.weight", "0.bias", "1.bias"]
+    second.weight = first.weight  # listed once
+    assert list(Sequential(first, second, first).named_params()) == ["0.weight", "0.bias", "1.bias"]
 
 
-def test_calling_a_module_calls_forward() -> None:
-    scale = Scale()
-    x = input(np.ones((1, 3), "float32"))
-    np.testing.assert_array_equal(scale(x).array, scale.inner(x).array * 2)
-
-
-def test_module_without_forward_raises_type_error() -> None:
-    class Empty(Module):
-        pass
-
-    with pytest.raises(TypeError, match="forward"):
-        Empty()  # type: ignore[abstract]
-
-
-def test_zero_grad_drops_every_gradient() -> None:
-    model = Linear(2, 1)
-    model(input(np.ones((1, 2), "float32"))).backward()
-    assert all(p.grad is not None for p in model.params())
+def test_eval_disables_recording_and_train_enables_it() -> None:
+    model, x = Sequential(Scale(), Dropout(0.5)), input(np.ones((1, 3), "float32"))
+    calls: list[Variable] = []
+    factor, frozen = model[0].factor, model[0].frozen
+    factor.register_grad_hook(calls.append)
+    model(x).sum().backward()
+    gradient = factor.grad
+    assert model.eval().eval() is model
+    assert not any(module.training for _, module in model.children())
+    assert not any(p.calc_grad for p in model.params())
+    with pytest.raises(RuntimeError, match=r"call train\(\)"):
+        model(x).sum().backward()
+    assert model.train() is model
+    assert all(module.training for _, module in model.children())
+    assert (factor.calc_grad, frozen.calc_grad) == (True, False)
+    assert factor.grad is gradient
+    model(x).sum().backward()
+    assert calls == [factor] * 2
+    model[0].eval()  # a submodule
+    assert not model[0].inner.weight.calc_grad
+    assert model.train()[0].inner.weight.calc_grad
     model.zero_grad()
     assert all(p.grad is None for p in model.params())
 
 
-class TestModes:
-    def test_eval_disables_recording_and_train_enables_it(self) -> None:
-        model = Sequential(Linear(2, 2), Dropout(0.5))
-        x = input(np.ones((1, 2), "float32"))
-        assert model.eval() is model
-        assert not any(module.training for _, module in model.children())
-        assert not model(x).calc_grad
-        assert model.train() is model
-        assert all(module.training for _, module in model.children())
-        assert model(x).calc_grad
-
-    def test_eval_keeps_hooks_gradients_and_frozen_parameters(self) -> None:
-        scale = Scale()
-        calls: list[Variable] = []
-        scale.factor.register_grad_hook(calls.append)
-        gradient = scale.factor.grad = np.ones(3, "float32")
-        scale.eval().eval().train()
-        assert scale.factor.grad is gradient
-        assert not scale.frozen.calc_grad
-        assert scale.factor.calc_grad
-        F.sum(scale(input(np.ones((1, 3), "float32")))).backward()
-        assert calls == [scale.factor]
-
-    def test_train_undoes_eval_of_a_submodule(self) -> None:
-        model = Sequential(Linear(2, 2), Linear(2, 2))
-        model[0].eval()
-        assert [p.calc_grad for p in model.params()] == [False, False, True, True]
-        model.train()
-        assert all(p.calc_grad for p in model.params())
-
-    def test_backward_after_eval_names_the_remedy(self) -> None:
-        model = Linear(2, 1).eval()
-        with pytest.raises(RuntimeError, match=r"call train\(\)"):
-            model(input(np.ones((1, 2), "float32"))).backward()
+def test_state_dict_shares_and_load_state_dict_copies_and_casts() -> None:
+    model, other = Scale(), Scale()
+    before = model.state_dict()
+    assert before["factor"] is model.factor.array
+    other.factor.array[...] = 7
+    other.buffers["count"][...] = 5
+    state = other.astype("float64").state_dict()
+    model.load_state_dict(state)
+    for name, array in model.state_dict().items():
+        assert array is before[name]
+        np.testing.assert_array_equal(array, state[name].astype(array.dtype))
 
 
-class TestState:
-    def test_state_dict_shares_and_load_state_dict_copies(self) -> None:
-        model, other = Scale(), Scale()
-        before = model.state_dict()
-        assert before["factor"] is model.factor.array
-        other.factor.array[...] = 7
-        other.buffers["count"][...] = 5
-        model.load_state_dict(other.state_dict())
-        for name, array in model.state_dict().items():
-            assert array is before[name]
-            np.testing.assert_array_equal(array, other.state_dict()[name])
-
-    def test_load_state_dict_casts_floats(self) -> None:
-        model = Linear(2, 2)
-        state = {name: array.astype("float64") for name, array in model.state_dict().items()}
-        model.load_state_dict(state)
-        assert model.weight.dtype == "float32"
-
-    def test_load_state_dict_names_all_problems_and_changes_nothing(self) -> None:
-        model = Linear(2, 3)
-        before = {name: array.copy() for name, array in model.state_dict().items()}
-        with pytest.raises(ValueError, match="nothing was loaded") as raised:
-            model.load_state_dict({"weight": np.zeros((2, 3)), "scale": np.zeros(1)})
-        for part in ("missing 'bias'", "unexpected 'scale'", "'weight' has shape (2, 3)", "(3, 2)"):
-            assert part in str(raised.value)
-        with pytest.raises(TypeError, match="'bias' needs a dtype"):
-            model.load_state_dict({"weight": np.zeros((3, 2)), "bias": np.zeros(3, complex)})
-        for name, array in model.state_dict().items():
-            np.testing.assert_array_equal(array, before[name])
+def test_load_state_dict_names_all_problems_and_changes_nothing() -> None:
+    model = Linear(2, 3)
+    before = {name: array.copy() for name, array in model.state_dict().items()}
+    with pytest.raises(ValueError, match="nothing was loaded") as raised:
+        model.load_state_dict({"weight": np.zeros((2, 3)), "scale": np.zeros(1)})
+    for part in ("missing 'bias'", "unexpected 'scale'", "'weight' has shape (2, 3)", "(3, 2)"):
+        assert part in str(raised.value)
+    with pytest.raises(TypeError, match="'bias' needs a dtype"):
+        model.load_state_dict({"weight": np.zeros((3, 2)), "bias": np.zeros(3, complex)})
+    for name, array in model.state_dict().items():
+        np.testing.assert_array_equal(array, before[name])
 
 
 def test_astype_casts_parameters_and_floating_buffers() -> None:
@@ -215,6 +173,10 @@ y = list(dict(Held().named_parameters()))
             *("layers.0", "layers.1.0", "layers.1.1", "heads.one", "heads.two.0")
         ]
         assert "layers.1.1   Linear(3, 3, bias=False)" in model.summary()
+        model.layers.append(Scale())
+        assert "layers.2.inner.weight" in model.named_params()
+        put_buffer(model, "layers.2.count", np.ones(1, "int64"))
+        assert model.buffers["layers.2.count"] == 1
 
     def test_variables_in_containers_are_not_parameters(self) -> None:
         model, x = Keeping(), input(np.ones((2, 3), "float32"))
@@ -256,12 +218,12 @@ y = list(dict(Held().named_parameters()))
     @pytest.mark.parametrize("made_again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
     def test_module_search_cache_survives_reused_ids(self, made_again: Any) -> None:
         original = Free(items=[ReLU() for _ in range(101)])
-        for _ in range(200):
+        for _ in range(50):
             assert names_of(Free(items=["word"] * 101)) == []
             assert len(names_of(made_again(original))) == 101
 
-    @pytest.mark.parametrize(
-        ("items", "name"),
+    @for_each(
+        "items name",
         [
             ({1: ReLU(), "1": ReLU()}, "of.1"),
             ({"a.b": ReLU(), "a": {"b": ReLU()}}, "of.a.b"),
@@ -286,14 +248,6 @@ y = list(dict(Held().named_parameters()))
                 np.testing.assert_array_equal(array, model.state_dict()[name])
                 assert not np.shares_memory(array, model.state_dict()[name])
         assert {p.dtype.name for p in model.astype("float64").params()} == {"float64"}
-
-    def test_modules_appended_later_are_found(self) -> None:
-        model = Held()
-        model.layers.append(Scale())
-        assert "layers.2.inner.weight" in model.named_params()
-        assert "layers.2.count" in model.buffers
-        put_buffer(model, "layers.2.count", np.ones(1, "int64"))
-        assert model.buffers["layers.2.count"] == 1
 
     def test_captured_step_notices_appended_modules(self) -> None:
         def make() -> Any:
@@ -322,7 +276,7 @@ def test_call_passes_options_to_forward() -> None:
         model(x, mask=x)
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@for_each("bias", [True, False])
 def test_sequential_fuses_linear_and_relu_with_the_same_bits(bias: bool) -> None:
     set_seed(0)
     model = Sequential(ReLU(), Linear(3, 4, bias), ReLU(), ReLU(), Linear(4, 4), Linear(4, 2, bias))
@@ -346,8 +300,8 @@ def test_sequential_fuses_linear_and_relu_with_the_same_bits(bias: bool) -> None
         assert together.tobytes() == alone.tobytes()
 
 
-@pytest.mark.parametrize("position", [0, 1])
-@pytest.mark.parametrize("override", ["before_forward", "recompute", "forward"])
+@for_each("position", [0, 1])
+@for_each("override", ["before_forward", "recompute", "forward"])
 def test_sequential_does_not_fuse_overridden_layers(position: int, override: str) -> None:
     model, called = Sequential(Linear(2, 2), ReLU()), []
     module = model[position]
@@ -368,9 +322,20 @@ def test_sequential_does_not_fuse_overridden_layers(position: int, override: str
     np.testing.assert_array_equal(result.array, expected)
 
 
-def test_empty_sequential_is_the_identity() -> None:
+@for_each("kind", [list, tuple])
+def test_sequential_accepts_modules_and_lists_of_modules(kind: Any) -> None:
+    members = Linear(2, 3), ReLU(), View((-1,))
+    for model in (Sequential(kind(members)), Sequential(*members)):
+        assert tuple(model) == members
+        assert list(model.named_params()) == ["0.weight", "0.bias"]
+        assert repr(model) == "Sequential(Linear(2, 3, bias=True), ReLU(), View((-1,)))"
     x = input(np.ones(1))
     assert Sequential()(x) is x
+    for wrong in (Linear, "Linear", None, np.ones(1), kind([Linear(2, 3), 3])):
+        with pytest.raises(TypeError, match="Sequential: expected a Module"):
+            Sequential(wrong)
+    with pytest.raises(TypeError, match="forward"):
+        type("Empty", (Module,), {})()
 
 
 def test_container_lists_members_and_attributes() -> None:
@@ -386,27 +351,6 @@ def test_container_lists_members_and_attributes() -> None:
     assert list(model.named_params()) == ["0.weight", "0.bias", "shortcut.weight"]
     x = input(np.ones((1, 2), "float32"))
     np.testing.assert_array_equal(model(x).array, model[0](x).array + model.shortcut(x).array)
-
-
-@pytest.mark.parametrize("member", [Linear, "Linear", None, np.ones(1)])
-def test_add_raises_type_error_unless_a_module(member: Any) -> None:
-    with pytest.raises(TypeError, match="Sequential: expected a Module"):
-        Sequential(member)
-
-
-def test_repr_shows_the_structure() -> None:
-    model = Sequential(Linear(2, 3), ReLU(), View((-1,)))
-    assert repr(model) == "Sequential(Linear(2, 3, bias=True), ReLU(), View((-1,)))"
-
-
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_container_accepts_lists_of_modules(kind: Any) -> None:
-    members = Linear(2, 3), ReLU()
-    model = Sequential(kind(members))
-    assert tuple(model) == members
-    assert list(model.named_params()) == ["0.weight", "0.bias"]
-    with pytest.raises(TypeError, match="Sequential: expected a Module, got int"):
-        Sequential([Linear(2, 3), 3])  # type: ignore[list-item]
 
 
 def test_moving_average_follows_parameters_and_copies_buffers(tmp_path: Path) -> None:

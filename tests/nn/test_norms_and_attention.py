@@ -11,6 +11,7 @@ from flashlight_py.autograd import functions as F
 from tests.distributed.conformance import on_ranks
 from tests.nn.oracle import Oracle, weights_of
 from tests.nn.oracle import compare as compare_with_torch
+from tests.tables import for_each
 from tests.tape.steps import compare, training
 
 RANDOM = np.random.default_rng(0)
@@ -44,7 +45,7 @@ def test_batch_norm_without_statistics_uses_the_batch() -> None:
     np.testing.assert_array_equal(layer(x).array, layer.eval()(x).array)
 
 
-@pytest.mark.parametrize("kind", ["self", "masked", "cross", "cross_masked", "memory"])
+@for_each("kind", ["self", "masked", "cross", "cross_masked", "memory"])
 def test_multihead_attention_equals_torch(kind: str, oracle: Oracle) -> None:
     fl.set_seed(1)
     layer = fl.nn.MultiheadAttention(8, 2).astype("float64")
@@ -100,7 +101,7 @@ MODELS: dict[str, tuple[Callable[[], fl.nn.Module], np.ndarray]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@for_each("name", MODELS)
 def test_captured_and_recomputed_steps_have_the_same_bits(name: str) -> None:
     def make(change: Callable[[Any], Any] = lambda module: module) -> Any:
         fl.set_seed(3)

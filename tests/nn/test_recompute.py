@@ -13,6 +13,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import nn
 from flashlight_py.autograd import functions as F
+from tests.tables import for_each
 
 WIDTH = 6
 
@@ -167,7 +168,7 @@ class Residual(nn.Module):
         return self.run(x)
 
 
-@pytest.mark.parametrize("order", [1, -1])
+@for_each("order", [1, -1])
 def test_recompute_supports_results_of_recomputed_modules(order: int) -> None:
     results = []
     for wrap in (lambda module: module, nn.recompute):

@@ -16,6 +16,7 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.autograd import input
 from flashlight_py.nn import Module, init
 from flashlight_py.random import set_seed
+from tests.tables import for_each
 
 # Layers and the shape of their inputs, by the integer type of the sizes.
 OF_SIZES: dict[str, tuple[Callable[[Any], Module], tuple[int, ...]]] = {
@@ -39,8 +40,8 @@ OF_SIZES: dict[str, tuple[Callable[[Any], Module], tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.uint8])
-@pytest.mark.parametrize("name", OF_SIZES)
+@for_each("kind", [np.int64, np.uint8])
+@for_each("name", OF_SIZES)
 def test_layers_accept_any_integer_type_as_size(name: str, kind: Any) -> None:
     make, shape = OF_SIZES[name]
     x, results = fl.input(np.linspace(-1, 1, math.prod(shape)).reshape(shape)), []
@@ -59,7 +60,7 @@ def test_layers_accept_any_integer_type_as_size(name: str, kind: Any) -> None:
 NOT_OF_ONE = {"Pool2D": "padding exceeds the window", "SinusoidalPositionEmbedding": "even sizes"}
 
 
-@pytest.mark.parametrize("name", [name for name in OF_SIZES if name not in NOT_OF_ONE])
+@for_each("name", [name for name in OF_SIZES if name not in NOT_OF_ONE])
 def test_layers_have_correct_gradient_shapes_if_sizes_are_one(name: str) -> None:
     make, shape = OF_SIZES[name]
     module = make(lambda _: 1)
@@ -91,8 +92,8 @@ def test_linear_has_the_initial_values_of_flashlight() -> None:
         assert array.mean() == pytest.approx(0, abs=bound / 10)
 
 
-@pytest.mark.parametrize(
-    ("draw", "std"),
+@for_each(
+    "draw std",
     [
         (lambda n: init.uniform(n, -1, 1), math.sqrt(1 / 3)),
         (lambda n: init.normal(n, 0, 2), 2),

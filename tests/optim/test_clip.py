@@ -9,11 +9,12 @@ import pytest
 
 from flashlight_py.autograd import param
 from flashlight_py.optim import SGDOptimizer, clip_grad_norm, clip_grad_value
+from tests.tables import for_each
 from tests.tape.steps import compare, training
 
 
-@pytest.mark.parametrize(
-    ("first", "limit", "norm", "scaled"),
+@for_each(
+    "first limit norm scaled",
     [
         ([3, 0], 1, 5, [[0.6, 0], [0, 0.8]]),
         ([3, 0], 5, 5, [[3, 0], [0, 4]]),
@@ -41,7 +42,7 @@ def test_clip_grad_norm_handles_missing_gradients_and_bad_arguments() -> None:
         clip_grad_norm([], 1)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@for_each("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_clip_grad_value_limits_each_element_in_place(dtype: str) -> None:
     dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     a, b = param(np.zeros(4, dtype)), param(np.zeros(1, dtype))
@@ -54,7 +55,7 @@ def test_clip_grad_value_limits_each_element_in_place(dtype: str) -> None:
         clip_grad_value([a], -1)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@for_each("dtype", ["float16", "float32"])
 def test_clipping_ignores_numpy_errstate(dtype: str) -> None:
     a = param(np.zeros(5, dtype))
     a.grad = np.array([-3, 1e-7, 0.5, math.inf, math.nan], dtype)

@@ -1,7 +1,8 @@
 """Kernels of csrc/optim and for CuPy: the results have the bits of the rules in optim/cpu.py."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,39 +16,32 @@ from flashlight_py.optim import cpu, optimizer
 from flashlight_py.optim.cpu import INVERSE, LR
 from tests.cupy_stand_in import StandInCupy
 from tests.optim.test_optimizers import RULES, Make
+from tests.tables import for_each
 
 MODULE = cpu.optimizer_kernels()
 pytestmark = pytest.mark.skipif(MODULE is None, reason="csrc/optim was not built")
 
-EVERY_RULE = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
-EVERY_SET = pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512"])
+EVERY_RULE = for_each("make", RULES.values(), RULES)
 SIZES = [*range(71), 2048, 5001]
 
 
-@pytest.fixture
-def use(request: Any) -> Iterator[Callable[[str], None]]:
-    """Use one instruction set for one test."""
+def instruction_sets() -> Iterator[str]:
+    """Use each instruction set that this processor supports."""
     before = MODULE.use("baseline")
-
-    def switch(name: str) -> None:
-        try:
+    for name in ("baseline", "avx2", "avx512"):
+        with contextlib.suppress(ValueError):  # not supported by this processor
             MODULE.use(name)
-        except ValueError as error:
-            pytest.skip(str(error))
-
-    yield switch
+            yield name
     MODULE.use(before)
 
 
-@pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return a function that disables the native module for the rest of the test."""
-
-    def off() -> None:
+@contextlib.contextmanager
+def in_numpy() -> Iterator[None]:
+    """Disable the native module."""
+    with pytest.MonkeyPatch.context() as patch:
         for module in (optimizer, cpu):
-            monkeypatch.setattr(module, "optimizer_kernels", lambda: None)
-
-    return off
+            patch.setattr(module, "optimizer_kernels", lambda: None)
+        yield
 
 
 def draw(seed: int, dtype: str, sizes: list[int]) -> list[np.ndarray]:
@@ -91,30 +85,22 @@ def in_pieces(make: Make, dtype: str) -> list[Any]:
 
 
 @EVERY_RULE
-def test_instruction_sets_have_the_bits_of_numpy(make: Make, use: Any, without: Any) -> None:
-    results = {}
-    for name in ("baseline", "avx2", "avx512"):
-        try:
-            MODULE.use(name)
-        except ValueError:
-            continue  # not supported by this processor
-        for dtype in ("float32", "float64"):
-            results[name, dtype] = stepped(make, dtype, SIZES), in_pieces(make, dtype)
-    without()
+def test_instruction_sets_have_the_bits_of_numpy(make: Make) -> None:
     for dtype in ("float32", "float64"):
-        expected = stepped(make, dtype, SIZES), in_pieces(make, dtype)
-        for (name, other), result in results.items():
-            assert other != dtype or result == expected, (name, dtype)
+        with in_numpy():
+            expected = stepped(make, dtype, SIZES), in_pieces(make, dtype)
+        for name in instruction_sets():
+            assert (stepped(make, dtype, SIZES), in_pieces(make, dtype)) == expected, (name, dtype)
 
 
-@EVERY_SET
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_sums_of_squares_have_the_bits_of_numpy(instructions: str, dtype: str, use: Any) -> None:
-    use(instructions)
+@for_each("dtype", ["float32", "float64"])
+def test_sums_of_squares_have_the_bits_of_numpy(dtype: str) -> None:
     for array in draw(3, dtype, [0, 1, 15, 16, 17, 70, 65535, 65536, 65537, 200_000]):
-        total = cpu.sum_of_squares(array)
-        assert total == cpu.reference_sum(array)
-        np.testing.assert_allclose(total, np.square(array, dtype="float64").sum(), rtol=1e-12)
+        expected = np.square(array, dtype="float64").sum()
+        for name in instruction_sets():
+            total = cpu.sum_of_squares(array)
+            assert total == cpu.reference_sum(array), name
+            np.testing.assert_allclose(total, expected, rtol=1e-12)
 
 
 class Subclass(np.ndarray):
@@ -138,22 +124,23 @@ def unusual() -> dict[str, tuple[Any, Any]]:
     }
 
 
-@pytest.mark.parametrize("case", unusual())
-@pytest.mark.parametrize("make", [RULES["adam"], RULES["novograd"]])
-def test_unsupported_arrays_use_numpy_rules(make: Make, case: str, without: Any) -> None:
+def with_unusual_array(make: Make, case: str) -> Any:
+    """Return an optimizer of a plain and an unusual parameter, both with gradients."""
+    array, grad = unusual()[case]
+    optimizer = make([param(np.ones(3)), param(np.ones(array.shape, array.dtype))])
+    optimizer.params[0].grad, optimizer.params[1].grad = np.ones(3), grad
+    optimizer.params[1].data = array
+    return optimizer
 
-    def run() -> list[Any]:
-        array, grad = unusual()[case]
-        variables = [param(np.ones(3)), param(np.ones(1))]
-        variables[0].grad, variables[1].grad = np.ones(3), grad
-        variables[1].data = array
-        optimizer = make(variables)
-        optimizer.step()
-        return bits(optimizer)
 
-    with_native = run()
-    without()
-    assert with_native == run()
+@for_each("case", unusual())
+@for_each("rule", ["adam", "novograd"])
+def test_unsupported_arrays_use_numpy_rules(rule: str, case: str) -> None:
+    one, other = (with_unusual_array(RULES[rule], case) for _ in range(2))
+    one.step()
+    with in_numpy():
+        other.step()
+    assert bits(one) == bits(other)
 
 
 def test_plain_arrays_use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,13 +157,13 @@ def test_step_raises_value_error_for_read_only_parameters() -> None:
         optim.SGDOptimizer([variable], 0.1).step()
 
 
-def test_infinite_parameters_are_kept_without_decay(without: Any) -> None:
-    for _ in range(2):
-        variable = param(np.array([np.inf, 1.0]))
-        variable.grad = np.zeros(2)
+@for_each("context", [contextlib.nullcontext, in_numpy])
+def test_infinite_parameters_are_kept_without_decay(context: Any) -> None:
+    variable = param(np.array([np.inf, 1.0]))
+    variable.grad = np.zeros(2)
+    with context():
         optim.AdamOptimizer([variable], 0.1, decoupled=False).step()
-        assert variable.data.tolist() == [np.inf, 1.0]
-        without()
+    assert variable.data.tolist() == [np.inf, 1.0]
 
 
 def test_options_can_change_between_steps() -> None:
@@ -188,27 +175,12 @@ def test_options_can_change_between_steps() -> None:
     assert variable.data.tolist() == [-2.0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ((("sgd", (1.0,)), (np.ones(1), np.ones(1)), 1.0), ValueError, "unknown rule sgd with 1"),
-        ((("other", ()), (np.ones(1), np.ones(1)), 1.0), ValueError, "unknown rule other"),
-        ((("sgd", (1.0, 0.0)), (np.ones(1),), 1.0), ValueError, "a piece of sgd is"),
-        ((("sgd", (1.0, "0")), (np.ones(1), np.ones(1)), 1.0), TypeError, "real number"),
-        ((("sgd",), (np.ones(1), np.ones(1)), 1.0), IndexError, "range"),
-    ],
-)
-def test_native_module_checks_arguments(arguments: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        MODULE.change(*arguments)
-
-
 MEMORY = np.ones(1), np.zeros(1, np.int64), None
 SGD = "sgd", ((LR,), 0.0)
 
 
-@pytest.mark.parametrize(
-    ("states", "source", "error", "match"),
+@for_each(
+    "states source error match",
     [
         ((), (*MEMORY, ("adam", (0.0,) * 9)), ValueError, "adam expects 2 states, got 0"),
         ((), (*MEMORY, None), TypeError, "a rule is"),
@@ -231,6 +203,15 @@ def test_step_checks_operands(states: Any, source: Any, error: type[Exception], 
     variable.grad = np.ones(1)
     with pytest.raises(error, match=match):
         MODULE.step([variable], states, *source, 1.0, 1)
+    for rule, piece, kind, words in (
+        (("sgd", (1.0,)), (np.ones(1), np.ones(1)), ValueError, "unknown rule sgd with 1"),
+        (("other", ()), (np.ones(1), np.ones(1)), ValueError, "unknown rule other"),
+        (("sgd", (1.0, 0.0)), (np.ones(1),), ValueError, "a piece of sgd is"),
+        (("sgd", (1.0, "0")), (np.ones(1), np.ones(1)), TypeError, "real number"),
+        (("sgd",), (np.ones(1), np.ones(1)), IndexError, "range"),
+    ):
+        with pytest.raises(kind, match=words):
+            MODULE.change(rule, piece, 1.0)
     with pytest.raises(TypeError, match="step\\(params, states"):
         MODULE.step([variable])
     with pytest.raises(AttributeError):
@@ -238,21 +219,19 @@ def test_step_checks_operands(states: Any, source: Any, error: type[Exception], 
     assert (variable.data.tolist(), MEMORY[1].tolist()) == ([1.0], [0])
 
 
-@pytest.mark.parametrize("has_native", [True, False])
-def test_decay_of_one_raises_before_any_change(has_native: bool, without: Any) -> None:
+@for_each("context", [contextlib.nullcontext, in_numpy])
+def test_decay_of_one_raises_before_any_change(context: Any) -> None:
     variable = param(np.ones(1))
     variable.grad = np.ones(1)
     optimizer = optim.AdamOptimizer([variable], 0.1)
     optimizer.beta1 = 1.0
-    if not has_native:
-        without()
-    with pytest.raises(ZeroDivisionError):
+    with context(), pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert variable.data.tolist() == [1.0]
 
 
 @EVERY_RULE
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@for_each("dtype", ["float32", "float64"])
 def test_prepared_steps_have_the_bits_of_steps(make: Make, dtype: str) -> None:
     sizes = [3, 100, 1, 30]
     eager, other = (make([param(array) for array in draw(0, dtype, sizes)]) for _ in "ab")
@@ -271,16 +250,9 @@ def test_prepared_steps_have_the_bits_of_steps(make: Make, dtype: str) -> None:
     assert bits(other) == bits(eager)
 
 
-@pytest.mark.parametrize("case", unusual())
+@for_each("case", unusual())
 def test_prepared_uses_python_for_unsupported_arrays(case: str) -> None:
-    def make() -> Any:
-        array, grad = unusual()[case]
-        optimizer = RULES["adam"]([param(np.ones(3)), param(np.ones(array.shape, array.dtype))])
-        optimizer.params[0].grad, optimizer.params[1].grad = np.ones(3), grad
-        optimizer.params[1].data = array
-        return optimizer
-
-    eager, other = make(), make()
+    eager, other = (with_unusual_array(RULES["adam"], case) for _ in range(2))
     steps = other.prepared(0.3, *(variable.grad for variable in other.params))
     assert type(steps) is partial
     assert type(other.prepared(0.3, np.ones(3), None)) is not partial
@@ -338,18 +310,24 @@ def steps(optimizer: Any, convert: Any, dtype: str) -> list[Any]:
     return bits(optimizer)
 
 
-@pytest.mark.parametrize("rule", RULES)
+FEW = ["sgd", "nesterov", "adam", "novograd"]  # the compiler needs half a second per kernel
+OTHERS = pytest.param([rule for rule in RULES if rule not in FEW], marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("rules", [FEW, OTHERS])
 def test_cuda_step_has_the_bits_of_the_cpu_in_one_launch(
-    rule: str, strict: StandInCupy, monkeypatch: pytest.MonkeyPatch
+    rules: list[str], strict: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The only number that CuPy computes in another order.
     monkeypatch.setattr(
         optim.optimizer, "sum_of_squares", lambda grad: cpu.reference_sum(to_device(grad, "cpu"))
     )
-    expected = steps(RULES[rule]([param(a) for a in grads(0, "float32")]), np.asarray, "float32")
-    optimizer = RULES[rule]([param(strict.asarray(a)) for a in grads(0, "float32")])  # type: ignore[arg-type]
-    assert steps(optimizer, strict.asarray, "float32") == expected
-    assert [kernel.launches() for kernel in strict.kernels] == [3]
+    for number, rule in enumerate(rules, 1):
+        variables = [param(array) for array in grads(0, "float32")]
+        expected = steps(RULES[rule](variables), np.asarray, "float32")
+        optimizer = RULES[rule]([param(strict.asarray(a)) for a in grads(0, "float32")])  # type: ignore[arg-type]
+        assert steps(optimizer, strict.asarray, "float32") == expected, rule
+        assert sum(kernel.launches() for kernel in strict.kernels) == 3 * number, rule
 
 
 @pytest.mark.parametrize("count", [20, 60])

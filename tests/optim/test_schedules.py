@@ -11,6 +11,7 @@ import flashlight_py as fl
 from flashlight_py import optim
 from tests.distributed.conformance import on_ranks
 from tests.nn.oracle import Oracle
+from tests.tables import for_each
 
 BASE, STEPS = 0.8, 13
 T = np.arange(STEPS)
@@ -49,7 +50,7 @@ for _ in range(13):
     o.step()
     schedule.step()
 """
-EACH = pytest.mark.parametrize("name", SCHEDULES)
+EACH = for_each("name", SCHEDULES)
 
 
 def optimizer_of_rate(rate: float = BASE) -> optim.SGDOptimizer:
@@ -110,30 +111,6 @@ def test_second_schedule_starts_from_the_first_base_rate() -> None:
     assert optimizer.lr == 0.025
 
 
-def test_second_schedule_starts_like_in_torch(oracle: Oracle) -> None:
-    code = """
-optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
-lr = torch.optim.lr_scheduler
-y = []
-for make in (lambda o: lr.CosineAnnealingLR(o, 9), lambda o: lr.LambdaLR(o, lambda t: t + 1)):
-    schedule = make(optimizer)
-    for _ in range(3):
-        optimizer.step()
-        schedule.step()
-    y += [schedule.base_lrs[0], optimizer.param_groups[0]["lr"]]
-"""
-    optimizer, results = optimizer_of_rate(0.1), []
-    for make in (
-        lambda o: optim.CosineAnnealingLR(o, 9),
-        lambda o: optim.LambdaLR(o, lambda t: t + 1),
-    ):
-        schedule: Any = make(optimizer)
-        for _ in range(3):
-            schedule.step()
-        results += [schedule.base_lr, optimizer.lr]
-    np.testing.assert_allclose(results, oracle(code)["y"])
-
-
 def test_schedule_does_not_invalidate_a_captured_step() -> None:
     weight = fl.param(np.ones(3))
     optimizer = optim.SGDOptimizer([weight], 0.1)
@@ -188,26 +165,14 @@ def test_schedules_raise_for_invalid_arguments() -> None:
         (lambda: optim.CosineAnnealingLR(optimizer, 5, -1), ValueError, "eta_min"),
         (lambda: optim.LinearLR(optimizer, -1), ValueError, "start_factor"),
         (lambda: optim.OneCycleLR(optimizer, 1.0), ValueError, "expected total_steps"),
-        (
-            lambda: optim.OneCycleLR(optimizer, 1.0, 10, pct_start=0),
-            ValueError,
-            "each phase must have",
-        ),
+        (lambda: optim.OneCycleLR(optimizer, 1.0, 9, pct_start=0), ValueError, "each phase must"),
         (lambda: optim.OneCycleLR(optimizer, 1.0, 9, anneal_strategy="x"), ValueError, "cos or"),
         (lambda: optim.OneCycleLR(optimizer, 1.0, 9, div_factor=0), ValueError, "above 0"),
         (lambda: optim.SequentialLR(optimizer, [made("step", optimizer)], [1]), ValueError, "0 m"),
         (lambda: optim.SequentialLR(optimizer, [other], []), ValueError, "the same optimizer"),
         (lambda: optim.SequentialLR(optimizer, [plateau], []), ValueError, "needs a metric"),
-        (
-            lambda: optim.ReduceLROnPlateau(optimizer, "least"),
-            ValueError,
-            "mode must be .* got 'least'",
-        ),
-        (
-            lambda: optim.ReduceLROnPlateau(optimizer, factor=1.0),
-            ValueError,
-            r"factor below 1.* 1\.0",
-        ),
+        (lambda: optim.ReduceLROnPlateau(optimizer, "least"), ValueError, "mode .* got 'least'"),
+        (lambda: optim.ReduceLROnPlateau(optimizer, factor=1.0), ValueError, r"below 1.* 1\.0"),
         (lambda: optim.ReduceLROnPlateau(optimizer, patience=-1), ValueError, "patience .* got -1"),
     ]
     for make, kind, words in refused:
@@ -229,6 +194,10 @@ def test_failed_step_and_load_change_nothing() -> None:
     with pytest.raises(ValueError, match="expected the entries"):
         schedule.load_state_dict({"last_epoch": 2})
     assert (schedule.last_step, schedule.base_lr, optimizer.lr) == (5, BASE, last)
+    other = optim.LambdaLR(optimizer, lambda step: [1.0, 0.5][step])
+    with pytest.raises(IndexError):
+        other.load_state_dict({"last_step": 2, "base_lr": 7.0})
+    assert (other.last_step, other.base_lr, optimizer.lr) == (0, BASE, BASE)
 
 
 def test_schedule_accepts_any_formula() -> None:
@@ -240,18 +209,10 @@ def test_schedule_accepts_any_formula() -> None:
     assert repr(schedule) == f"LearningRateSchedule(step 1, lr {schedule.last_lr:g})"
 
 
-def test_load_state_dict_changes_nothing_if_the_formula_raises() -> None:
-    optimizer = fl.optim.SGDOptimizer([fl.param(np.ones(1))], 1.0)
-    schedule = fl.optim.LambdaLR(optimizer, lambda step: [1.0, 0.5][step])
-    with pytest.raises(IndexError):
-        schedule.load_state_dict({"last_step": 2, "base_lr": 7.0})
-    assert (schedule.last_step, schedule.base_lr, optimizer.lr) == (0, 1.0, 1.0)
-
-
 METRICS = [5.0, 4, 4, 4, 3.999, 4, 3, 3, 3, 3, 3, float("nan"), 2.9, 3, 3, 3, 3, 3, 3, 3]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options",
     [
         {"patience": 2},

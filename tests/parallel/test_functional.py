@@ -15,10 +15,11 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.parallel import gradcheck_over_ranks
 from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_outcomes
+from tests.tables import for_each
 
 D = fl.functional
 
-SEVERAL = [(backend, size) for size in (2, 3) for backend in ("gloo", "shm")]
+SEVERAL = [("gloo", 2), ("shm", 3)]
 WORLDS = [("single", 1), *SEVERAL]
 
 
@@ -57,7 +58,6 @@ CASES: dict[str, tuple[Callable[..., Any], Shape]] = {
     "all_gather": (lambda x: F.exp(D.all_gather(x)), (2, 2)),
     "all_gather uneven": (lambda x: F.exp(D.all_gather(x)), lambda r, n: (2 * r + 1, 2)),
     "all_gather of nothing on rank 0": (lambda x: F.exp(D.all_gather(x)), lambda r, n: (r, 2)),
-    "all_gather of nothing at all": (D.all_gather, (0, 2)),
     "all_gather scalar": (lambda x: D.all_gather(F.sum(x * x)), (3,)),
     "all_gather transposed": (lambda x: D.all_gather(F.transpose(x)) * 2.0, (3, 2)),
     "reduce_scatter sum": (
@@ -76,8 +76,8 @@ CASES: dict[str, tuple[Callable[..., Any], Shape]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
 @on_ranks(*WORLDS)
+@for_each("name", CASES)
 def test_collectives_differentiate_the_losses_of_all_ranks(rank: int, size: int, name: str) -> None:
     function, shape = CASES[name]
     shape = shape(rank, size) if callable(shape) else shape
@@ -122,20 +122,13 @@ def test_ranks_without_gradient_join_the_backward_pass(rank: int, size: int) -> 
 
 
 @on_ranks(("shm", 2))
-def test_all_gather_accepts_read_only_gradients(rank: int, size: int) -> None:
+def test_graph_with_read_only_gradients_can_be_used_twice(rank: int, size: int) -> None:
     x = fl.param(np.broadcast_to(np.ones(1), (2, 3)))
-    F.sum(D.all_gather(x)).backward()  # the gradient of a sum is a read-only view
-    F.sum(D.reduce_scatter(D.all_gather(x))).backward()
-    assert x.grad.tolist() == [[4, 4, 4], [4, 4, 4]]
-
-
-@on_ranks(("shm", 2))
-def test_graph_with_collectives_can_be_used_twice(rank: int, size: int) -> None:
-    x = fl.param(np.ones(2))
-    loss = F.sum(D.all_reduce(x))
+    loss = F.sum(D.all_gather(x))  # the gradient of a sum is a read-only view
     loss.backward(retain_graph=True)
     loss.backward()
-    assert x.grad.tolist() == [4, 4]
+    F.sum(D.reduce_scatter(D.all_gather(x))).backward()
+    assert x.grad.tolist() == [[6, 6, 6], [6, 6, 6]]
 
 
 # Messages ---------------------------------------------------------------------------------------
@@ -148,7 +141,7 @@ def chain(x: Any) -> Any:
     return h * 1.0 if rank == size - 1 else D.send(F.exp(h), rank + 1)
 
 
-def there_and_back(x: Any) -> Any:
+def there_and_back(x: Any, answer_first: bool = False) -> Any:
     """Rank 0 receives its own message back, so gradients go there and back as well."""
     rank, _ = position()
     if rank > 1:
@@ -157,16 +150,7 @@ def there_and_back(x: Any) -> Any:
         return D.send(F.sin(D.recv(x, 0, 5)) * x, 0, 7)
     token = D.send(x * x, 1, 5)
     answer = F.sum(D.recv(x, 1, 7) * x)
-    return token + answer
-
-
-def back_and_there(x: Any) -> Any:
-    """Like ``there_and_back``, with the operands in another order."""
-    if position()[0]:
-        return there_and_back(x)
-    token = D.send(x * x, 1, 5)
-    answer = F.sum(D.recv(x, 1, 7) * x)
-    return answer + token
+    return answer + token if answer_first else token + answer
 
 
 def ring(x: Any) -> Any:
@@ -203,15 +187,15 @@ def between_collectives(x: Any) -> Any:
 MESSAGES: dict[str, Callable[..., Any]] = {
     "chain": chain,
     "there and back": there_and_back,
-    "back and there": back_and_there,
+    "back and there": lambda x: there_and_back(x, answer_first=True),
     "ring": ring,
     "used here too": used_here_too,
     "between collectives": between_collectives,
 }
 
 
-@pytest.mark.parametrize("name", MESSAGES)
 @on_ranks(*SEVERAL)
+@for_each("name", MESSAGES)
 def test_messages_differentiate_the_losses_of_all_ranks(rank: int, size: int, name: str) -> None:
     gradcheck_over_ranks(MESSAGES[name], [numbers(rank, 2, 2)])
 
@@ -223,49 +207,25 @@ def stages() -> tuple[Any, Any]:
     return first, second.astype(np.float64)
 
 
-def sgd(module: Any) -> Any:
-    return fl.optim.SGDOptimizer(module.params(), 0.1, momentum=0.9)
-
-
-def parts_of_batch(step: int) -> list[tuple[Any, Any]]:
-    return [(numbers(step, part, 4, 5)[0], numbers(step, part, 4, 2)[0]) for part in (1, 2, 3)]
-
-
-def one_process() -> list[list[Any]]:
-    both = stages()
-    optimizers = [sgd(stage) for stage in both]
-    for step in range(6):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for x, y in parts_of_batch(step):
-            fl.nn.MeanSquaredError()(both[1](both[0](fl.input(x))), fl.no_grad(y)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return [[param.array for param in stage.params()] for stage in both]
-
-
-@pytest.mark.parametrize("in_order", [True, False])
 @on_ranks(("gloo", 2), ("shm", 2))
-def test_pipeline_of_two_ranks_trains_like_one_process(
+@for_each("in_order", [True, False])
+def test_pipeline_of_two_ranks_has_the_gradients_of_one_process(
     rank: int, size: int, in_order: bool
 ) -> None:
     """Rank 0 has the first stage and rank 1 the second; micro-batches follow each other."""
-    stage = stages()[rank]
-    optimizer = sgd(stage)
-    for step in range(6):
-        optimizer.zero_grad()
-        ends = []
-        for x, y in parts_of_batch(step):
-            if rank == 0:
-                ends.append(D.send(stage(fl.input(x)), 1))
-            else:
-                prediction = stage(D.recv(((4, 6), np.float64), 0))
-                ends.append(fl.nn.MeanSquaredError()(prediction, fl.no_grad(y)))
-        for end in ends if in_order else reversed(ends):
-            end.backward()
-        optimizer.step()
-    for param, expected in zip(stage.params(), one_process()[rank], strict=True):
-        np.testing.assert_allclose(param.array, expected, rtol=0, atol=1e-12)
+    stage, both, criterion = stages()[rank], stages(), fl.nn.MeanSquaredError()
+    ends = []
+    for part in (1, 2, 3):
+        x, y = numbers(part, 4, 5), numbers(part, 4, 2)
+        criterion(both[1](both[0](fl.input(x))), fl.no_grad(y)).backward()
+        if rank == 0:
+            ends.append(D.send(stage(fl.input(x)), 1))
+        else:
+            ends.append(criterion(stage(D.recv(((4, 6), np.float64), 0)), fl.no_grad(y)))
+    for end in ends if in_order else reversed(ends):
+        end.backward()
+    for param, expected in zip(stage.params(), both[rank].params(), strict=True):
+        np.testing.assert_allclose(param.grad, expected.grad, rtol=0, atol=1e-12)
 
 
 @on_ranks(("shm", 2))
@@ -282,7 +242,7 @@ def test_messages_send_values_without_gradient(rank: int, size: int) -> None:
     assert (ones.array.tolist(), ones.calc_grad) == ([[1, 1], [1, 1]], True)
 
 
-def test_messages_raise_for_invalid_arguments() -> None:
+def test_messages_and_collectives_raise_for_invalid_arguments() -> None:
     v = fl.param(np.ones(3))
     with pytest.raises(TypeError, match=r"functional\.send: expected a flash"):
         D.send(np.ones(3), 1)  # type: ignore[arg-type]
@@ -297,13 +257,9 @@ def test_messages_raise_for_invalid_arguments() -> None:
         D.send(v, 1)
     with pytest.raises(ValueError, match="src"):
         D.recv(v, 1)
-
-
-def test_collectives_raise_for_invalid_arguments() -> None:
     for verb in (D.all_reduce, D.all_gather, D.reduce_scatter, D.broadcast, D.all_to_all):
         with pytest.raises(TypeError, match=f"functional.{verb.__name__}: expected a .*Variable"):
             verb(np.ones(3))  # type: ignore[arg-type]
-    v = fl.param(np.ones(3))
     for reduction in (D.all_reduce, D.reduce_scatter):
         with pytest.raises(ValueError, match="'sum' or 'avg', got 'max'"):
             reduction(v, op="max")  # type: ignore[arg-type]
@@ -328,9 +284,6 @@ def test_gradcheck_raises_on_every_rank_for_a_wrong_gradient(rank: int, size: in
         assert words in str(caught.value)
     with pytest.raises(TypeError, match="float64"):
         gradcheck_over_ranks(lambda x: x, [np.ones(1, np.float32)])
-
-
-by_backend = pytest.mark.parametrize("backend", ["gloo", "shm"])
 
 
 def stay_away(rank: int, size: int, message: bool, fifo: Path) -> str:
@@ -361,7 +314,7 @@ def test_timeout_error_names_a_rank_without_backward_pass(
 ) -> None:
     fifo = tmp_path / "given up"
     os.mkfifo(fifo)
-    params = {"BACKEND": backend, "TIMEOUT": 1}
+    params = {"BACKEND": backend, "TIMEOUT": 0.5}
     first, second = run_outcomes(stay_away, 2, message, fifo, params=params)
     assert first.ok, first.report()
     assert second.ok, second.report()
@@ -379,14 +332,6 @@ def after_a_mismatch(run: Callable[[], Any], x: Any) -> str:
     return str(caught.value)
 
 
-def skip_one(rank: int, size: int) -> str:
-    """Rank 1 does not use its second result; its first must not match rank 0's second."""
-    x = fl.param(np.ones(2))
-    results = [D.all_reduce(x), D.all_reduce(x)]
-    loss = F.sum(results[0] * 3.0 if rank else results[0] * results[1])
-    return after_a_mismatch(loss.backward, x)
-
-
 @on_ranks(("gloo", 2), ("shm", 2))
 def test_mismatch_error_separates_forward_and_backward_pass(rank: int, size: int) -> None:
     x = fl.param(np.ones(2))
@@ -396,31 +341,20 @@ def test_mismatch_error_separates_forward_and_backward_pass(rank: int, size: int
     assert "rank 1 called all_reduce(float64" in message
 
 
-def other_order(rank: int, size: int) -> str:
-    """Run two passes, in another order on each rank."""
-    x = fl.param(np.ones(2))
-    losses = [F.sum(D.all_reduce(x)), F.sum(D.all_reduce(x) * 2.0)]
-    return after_a_mismatch(losses[rank].backward, x)
-
-
-NUMBERS = {skip_one: (2, 1), other_order: (1, 2)}
-
-
-@by_backend
-@pytest.mark.parametrize("function", NUMBERS)
+@on_ranks(("gloo", 2), ("shm", 2))
+@for_each("uses_all", [True, False])
 def test_mismatch_error_reports_the_collective_of_each_rank(
-    pool: Any, backend: str, function: Any
+    rank: int, size: int, uses_all: bool
 ) -> None:
-    messages = pool(2, params={"BACKEND": backend}).run(function)
-    for rank, message in enumerate(messages):
-        assert f"[functional.all_reduce] rank {rank} of 2" in message
-    numbers = [
-        [int(number) for number in re.findall(r"call (\d+) in the backward pass", message)]
-        for message in messages
-    ]
-    assert numbers[0] == numbers[1]
-    first, second = NUMBERS[function]
-    assert numbers[0][0] - numbers[0][1] == first - second
+    """The ranks run two passes in another order, or rank 1 does not use its second result."""
+    x = fl.param(np.ones(2))
+    first, second = D.all_reduce(x), D.all_reduce(x)
+    losses = (first, second * 2.0) if uses_all else (first * second, first * 3.0)
+    message = after_a_mismatch(F.sum(losses[rank]).backward, x)
+    assert f"[functional.all_reduce] rank {rank} of 2" in message
+    calls = [int(call) for call in re.findall(r"call (\d+) in the backward pass", message)]
+    assert fl.all_gather_object(calls) == [calls] * 2
+    assert calls[0] - calls[1] == (-1 if uses_all else 1)
 
 
 def crossed_messages(rank: int, size: int) -> str:
@@ -433,8 +367,6 @@ def crossed_messages(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "shm"])
-def test_gradients_of_two_messages_are_kept_apart(backend: str) -> None:
-    params = {"BACKEND": backend, "TIMEOUT": 1}
-    outcomes = run_outcomes(crossed_messages, 2, params=params)
+def test_gradients_of_two_messages_are_kept_apart() -> None:
+    outcomes = run_outcomes(crossed_messages, 2, params={"BACKEND": "shm", "TIMEOUT": 0.5})
     assert all(outcome.ok for outcome in outcomes), [outcome.report() for outcome in outcomes]

@@ -2,20 +2,24 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.distributed import conformance
 from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_outcomes
 
 BACKENDS = ["gloo", "shm"]
-# Number of batches of each rank.
-SCHEDULES = [(3,), (0,), (3, 1), (0, 2), (2, 2), (0, 0), (2, 5, 0), (4, 1, 4)]
-by_backend = pytest.mark.parametrize("backend", BACKENDS)
+# Backend, and number of batches of each rank in each use of join.
+SCHEDULES: list[tuple[str, list[tuple[int, ...]]]] = [
+    *(("single", [(3,)]), ("single", [(0,)]), ("gloo", [(3, 1)]), ("gloo", [(0, 0)])),
+    *(("gloo", [(2, 5, 0)]), ("shm", [(0, 2)]), ("shm", [(2, 2)]), ("shm", [(4, 1, 4)])),
+    ("shm", [(1, 3, 0), (2, 2, 2), (0, 0, 1)]),
+]
 
 
 class Counting(fl.nn.Module):
@@ -83,23 +87,14 @@ def check(results: list[Any], expected: list[Any], tolerance: float = 1e-10) -> 
             np.testing.assert_allclose(array, want, rtol=0, atol=tolerance)
 
 
-@contextlib.contextmanager
-def small_buckets() -> Iterator[None]:
-    before = fl.DistributedConstants.COALESCE_CACHE_SIZE
-    fl.DistributedConstants.COALESCE_CACHE_SIZE = 200  # bytes: one bucket per parameter
-    try:
-        yield
-    finally:
-        fl.DistributedConstants.COALESCE_CACHE_SIZE = before
-
-
 def train(
     rank: int, size: int, *schedules: tuple[int, ...], count: bool = True, **options: Any
 ) -> Any:
     model = build()
     optimizer = sgd(model)
-    with small_buckets():
-        fl.distribute_module_grads(model, **options)
+    if "reducer" not in options:
+        options["bucket_bytes"] = 200  # one bucket per parameter
+    fl.distribute_module_grads(model, **options)
     for schedule in schedules:
         with fl.join(model, optimizer) as joined:
             for step in range(schedule[rank]):
@@ -112,19 +107,12 @@ def train(
     return result(model, optimizer)
 
 
-@by_backend
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("backend", "schedules"), SCHEDULES)
 def test_join_trains_like_one_process_with_weights(
-    pool: Any, backend: str, schedule: tuple[int, ...]
+    pool: Any, backend: str, schedules: list[tuple[int, ...]]
 ) -> None:
-    world = pool(len(schedule), params={"BACKEND": backend}) if len(schedule) > 1 else pool(1)
-    check(world.run(train, schedule), alone(schedule))
-
-
-@on_ranks(("gloo", 3), ("shm", 3))
-def test_join_can_be_used_again(rank: int, size: int) -> None:
-    schedules = (1, 3, 0), (2, 2, 2), (0, 0, 1)
-    check(fl.all_gather_object(train(rank, size, *schedules)), alone(*schedules))
+    world = pool(len(schedules[0]), **conformance.BACKENDS[backend][1])
+    check(world.run(train, *schedules), alone(*schedules))
 
 
 # Training of rank 0 and rank 1, and the divisor of the sum of their gradients.
@@ -273,7 +261,7 @@ def fail_on_one(rank: int, size: int, error: type[BaseException]) -> str:
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
 def test_rank_that_raises_leaves_join(backend: str) -> None:
-    world = {"params": {"BACKEND": backend, "TIMEOUT": 1}}
+    world = {"params": {"BACKEND": backend, "TIMEOUT": 0.5}}
     outcomes = run_outcomes(fail_on_one, 3, ZeroDivisionError, **world)
     assert outcomes[1].kind == "raised"
     assert "on purpose" in outcomes[1].report()
@@ -282,7 +270,7 @@ def test_rank_that_raises_leaves_join(backend: str) -> None:
         assert "rank 1 did not join" in outcomes[rank].value
 
 
-@by_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_join_raises_peer_lost_error_if_a_rank_exits(backend: str) -> None:
     outcomes = run_outcomes(fail_on_one, 3, SystemExit, params={"BACKEND": backend})
     for rank in (0, 2):

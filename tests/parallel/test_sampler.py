@@ -15,9 +15,9 @@ from flashlight_py.dataset import Dataset, PrefetchDataset, TensorDataset
 from flashlight_py.dataset.shares import epoch_order
 from tests.dataset.test_batch import Plain
 from tests.distributed.conformance import on_ranks
+from tests.tables import for_each
 
 SIZES = (1, 2, 3, 4, 6)
-ALL_RANKS = [{"n": 20}, {"seed": 4}, {"shuffle": False}, {"drop_last": True}]
 
 
 def samplers(n: int, size: int, epoch: int = 0, **options: Any) -> list[fl.DistributedSampler]:
@@ -60,28 +60,31 @@ def test_sampler_epochs_differ_and_repeat() -> None:
     assert all(type(index) is int for index in first)
 
 
-def test_sampler_works_with_datasets() -> None:
-    rows = fl.dataset.TensorDataset([np.arange(10)])
-    sampler = fl.DistributedSampler(10, rank=1, size=2)
-    part = fl.dataset.ResampleDataset(rows, list(sampler))
-    batches = fl.dataset.BatchDataset(part, 2)
-    assert list(chain(*(x.tolist() for (x,) in batches))) == list(sampler)
-
-
-@pytest.mark.parametrize("changed", ALL_RANKS, ids=lambda changed: next(iter(changed)))
 @on_ranks(("shm", 3))
-def test_sampler_raises_mismatch_error_on_every_rank(
-    rank: int, size: int, changed: dict[str, Any]
+@for_each(
+    "kind name value",
+    [
+        *(("DistributedSampler", *item) for item in {"n": 20, "seed": 4, "shuffle": False}.items()),
+        *(("ShardedDataset", *item) for item in {"n": 20, "global_batch_size": 5}.items()),
+        ("DistributedSampler", "drop_last", True),
+    ],
+)
+def test_every_rank_raises_mismatch_error_if_arguments_differ(
+    rank: int, size: int, kind: str, name: str, value: Any
 ) -> None:
-    before: dict[str, Any] = {"n": 10, "seed": 0, "shuffle": True, "drop_last": False}
-    ((name, value),) = changed.items()
+    def make(n: int = 10, global_batch_size: int = 4, **options: Any) -> Any:
+        if kind == "DistributedSampler":
+            return fl.DistributedSampler(n, **options)
+        return fl.ShardedDataset(TensorDataset([np.arange(n)]), global_batch_size, **options)
+
+    same = {"n": 10, "global_batch_size": 4, "seed": 0, "shuffle": True, "drop_last": False}
     with pytest.raises(fl.errors.MismatchError) as caught:
-        fl.DistributedSampler(**(before | changed if rank == 1 else before))
-    difference = f"{name} (rank(s) 0, 2: {before[name]}; rank(s) 1: {value})"
-    start = f"DistributedSampler: rank {rank} of 3: expected the same arguments on every rank"
+        make(**(same | {name: value} if rank == 1 else same))
+    difference = f"{name} (rank(s) 0, 2: {same[name]}; rank(s) 1: {value})"
+    start = f"{kind}: rank {rank} of 3: expected the same arguments on every rank"
     assert str(caught.value).startswith(start)
     assert f", got {difference}. Pass the same arguments" in str(caught.value)
-    fl.DistributedSampler(10)  # the world remains usable
+    make()  # the world remains usable
 
 
 @on_ranks(("shm", 2))
@@ -197,18 +200,6 @@ def test_completed_epoch_stays_empty_until_the_next(drop_last: bool) -> None:
     assert sorted(then) == list(range(11))
 
 
-def test_set_consumed_overrides_the_count() -> None:
-    sampler = fl.DistributedSampler(12, rank=0, size=2)
-    order = list(sampler)  # as a ResampleDataset does
-    sampler.set_consumed(8)
-    assert list(sampler) == order  # starts at the same position
-    state = {"n": 12, "shuffle": True, "seed": 0, "epoch": 0, "consumed": 8}
-    assert sampler.state_dict() == state
-    sampler.set_epoch(1)
-    next(iter(sampler))
-    assert sampler.consumed == 2
-
-
 @pytest.mark.parametrize("threads", [0, 2])
 def test_dataset_batches_remaining_samples_with_another_size(threads: int) -> None:
     rows = TensorDataset([np.arange(21)])
@@ -231,15 +222,20 @@ def test_dataset_batches_remaining_samples_with_another_size(threads: int) -> No
     assert sorted(used) == list(range(21))
 
 
-def test_sampler_loads_the_state_of_a_dataset() -> None:
+def test_sampler_loads_the_state_of_a_dataset_and_sets_consumed() -> None:
     rows = TensorDataset([np.arange(10)])
     batches = fl.ShardedDataset(rows, 4, seed=1, rank=0, size=1)
     next(iter(batches))
     sampler = fl.DistributedSampler(10, seed=1, rank=0, size=1)
     sampler.load_state_dict(batches.state_dict())
-    assert list(sampler) == epoch_order(10, 1, 0).tolist()[4:]
-    batches.set_consumed(10)
-    assert batches.consumed == 10
+    rest = epoch_order(10, 1, 0).tolist()[4:]
+    assert list(sampler) == rest
+    for data in (batches, sampler):
+        data.set_consumed(8)
+        assert data.consumed == 8
+    assert list(sampler) == rest  # starts at the same position
+    sampler.set_consumed(8)
+    assert sampler.state_dict() == batches.state_dict()
 
 
 GOOD = {"n": 10, "shuffle": True, "seed": 0, "epoch": 2, "consumed": 4}
@@ -308,49 +304,17 @@ def test_empty_part_has_arrays_with_zero_rows(dataset: Dataset) -> None:
     assert third.weight(-1) == 0.0
 
 
-def test_dataset_epochs_differ_and_repeat_with_prefetch() -> None:
-    batches = fl.ShardedDataset(TensorDataset([np.arange(21)]), BATCH, seed=1, rank=0, size=2)
-    ahead = PrefetchDataset(batches, 2, 3)
-
-    def samples() -> list[int]:
-        return [int(index) for (x,) in ahead for index in x]
-
-    first = samples()
-    batches.set_epoch(1)
-    assert batches.epoch == 1
-    second = samples()
-    assert first != second
-    batches.set_epoch(0)
-    assert samples() == first
-
-
-FIRST = {"n": 10, "global_batch_size": 4, "epoch": 0}  # arguments of rank 0
-
-
-@pytest.mark.parametrize(("field", "value"), FIRST.items())
-@on_ranks(("shm", 2))
-def test_dataset_raises_mismatch_error_on_every_rank(
-    rank: int, size: int, field: str, value: int
-) -> None:
-    n, batch, epoch = (first + rank * (field == name) for name, first in FIRST.items())
-    with pytest.raises(fl.errors.MismatchError) as caught:
-        fl.ShardedDataset(TensorDataset([np.arange(n)]), batch).set_epoch(epoch)
-    message = str(caught.value)
-    assert message.startswith(f"ShardedDataset: rank {rank} of 2: expected the same arguments")
-    assert f"{field} (rank(s) 0: {value}; rank(s) 1: {value + 1})" in message
-
-
 def build() -> Any:
     fl.set_seed(0)
     model = fl.nn.Sequential(fl.nn.Linear(4, 5), fl.nn.Tanh(), fl.nn.Linear(5, 2))
     return model.astype(np.float64)
 
 
-def train(rank: int, size: int, kind: str) -> list[Any]:
+def train(rank: int, size: int, has_hooks: bool) -> list[Any]:
     model, criterion = build(), fl.nn.MeanSquaredError()
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.1, momentum=0.9)
     batches = fl.ShardedDataset(TensorDataset([X, Y]), BATCH, seed=11)
-    if kind == "hooks":
+    if has_hooks:
         fl.distribute_module_grads(model)
     for epoch in range(EPOCHS):
         batches.set_epoch(epoch)
@@ -361,7 +325,7 @@ def train(rank: int, size: int, kind: str) -> list[Any]:
                 (criterion(prediction, fl.no_grad(y)) * batches.weight(t)).backward()
             else:
                 prediction.backward(prediction.array)  # no rows, so the gradients are zeros
-            if kind == "by hand":
+            if not has_hooks:
                 fl.all_reduce_gradients(model, 1 / size)
             optimizer.step()
     return [param.array.copy() for param in model.params()]
@@ -381,10 +345,12 @@ def train_plainly() -> list[Any]:
     return [param.array.copy() for param in model.params()]
 
 
-@pytest.mark.parametrize("kind", ["hooks", "by hand"])
-@on_ranks(("single", 1), ("shm", 2), ("shm", 3))
-def test_dataset_training_is_equal_for_any_number_of_ranks(rank: int, size: int, kind: str) -> None:
-    for got, want in zip(train(rank, size, kind), train_plainly(), strict=True):
+@on_ranks(("single", 1), ("shm", 3))
+@for_each("has_hooks", [False, True])
+def test_dataset_training_is_equal_for_any_number_of_ranks(
+    rank: int, size: int, has_hooks: bool
+) -> None:
+    for got, want in zip(train(rank, size, has_hooks), train_plainly(), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
 
 

@@ -16,13 +16,13 @@ from tests.launch.launcher import launch, write
 from tests.parallel.test_sharded import Net, loss_of, optimizer_of
 
 
-@pytest.fixture
-def shards_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _shards_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fully_sharded, "SMALL_BYTES", 0)
 
 
 @pytest.fixture
-def sharded(shards_all: None) -> tuple[Net, Any]:
+def sharded() -> tuple[Net, Any]:
     """Return a sharded module and its optimizer."""
     model = Net("float32")
     fl.fully_shard(model)
@@ -107,7 +107,7 @@ def test_optimizer_raises_after_another_fully_shard(
     model, optimizer = sharded
     monkeypatch.undo()
     fl.fully_shard(model)
-    assert model.first.weight.placement is None
+    assert model.first.weight.placement is None  # a small module is not sharded
     loss_of(model, 0, 0).backward()
     before = model.first.weight.array.copy()
     with pytest.raises(RuntimeError, match="Create the optimizer after sharding"):
@@ -115,7 +115,6 @@ def test_optimizer_raises_after_another_fully_shard(
     assert np.array_equal(model.first.weight.array, before)
 
 
-@pytest.mark.usefixtures("shards_all")
 def test_second_fully_shard_frees_the_old_memory() -> None:
     """The memory may be most of the host's, and the garbage collector would be too late."""
     model = Net("float32")
@@ -133,15 +132,6 @@ def test_second_fully_shard_frees_the_old_memory() -> None:
         gc.enable()
 
 
-def test_small_module_is_not_sharded() -> None:
-    model = Net("float32")
-    fl.fully_shard(model)
-    assert model.first.weight.placement is None
-    loss_of(model, 0, 0).backward()
-    assert model.first.weight.grad is not None
-
-
-@pytest.mark.usefixtures("shards_all")
 def test_write_to_a_protected_parameter_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHLIGHT_DEBUG_SHARED", "1")
     model = Net("float32")
@@ -156,7 +146,6 @@ def test_write_to_a_protected_parameter_raises(monkeypatch: pytest.MonkeyPatch) 
     model.load_state_dict({name: array.copy() for name, array in model.state_dict().items()})
 
 
-@pytest.mark.usefixtures("shards_all")
 def test_frozen_parameter_can_be_bfloat16() -> None:
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     model = fl.nn.Linear(3, 2)
@@ -167,7 +156,6 @@ def test_frozen_parameter_can_be_bfloat16() -> None:
     assert model.table.array.tolist() == [0, 1, 2]
 
 
-@pytest.mark.usefixtures("shards_all")
 def test_step_of_an_older_optimizer_raises_and_changes_nothing() -> None:
     model = Net("float32")
     optimizer = optimizer_of(model, "sgd")
@@ -200,6 +188,7 @@ if fl.is_main_process():
 """
 
 
+@pytest.mark.slow
 def test_four_ranks_use_memory_of_one_plus_35_mb_each(tmp_path: Path) -> None:
     """Measures proportional set sizes; weights, gradients and moments have 256 MB."""
     file = write(tmp_path, _TRAIN)

@@ -15,6 +15,7 @@ from flashlight_py.parallel.tree import plan_of
 from tests.distributed.conformance import on_ranks
 from tests.gpu import test_trees as gpu_trees
 from tests.parallel.trees import Point, everything, model_of, optimizer_of
+from tests.tables import for_each
 
 
 def values(tree: Any) -> tuple[bytes, list[str]]:
@@ -28,7 +29,7 @@ def memory(tree: Any) -> list[int]:
     return [array.ctypes.data for array in plan_of(tree).arrays]
 
 
-@on_ranks(("single", 1), ("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3))
+@on_ranks(("single", 1), ("shm", 2), ("gloo", 3))
 def test_synchronize_sets_all_values_of_root_in_place(rank: int, size: int) -> None:
     for root in range(size):
         tree = everything(10 * rank + 3)
@@ -81,9 +82,8 @@ def test_synchronize_sends_gpu_and_cpu_arrays(pool: Any) -> None:
     ranks.run(gpu_trees.synchronize_with_the_cpu)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
-@pytest.mark.parametrize("distributed", [False, True])
 @on_ranks(("shm", 3))
+@for_each("kind distributed", [("sgd", True), ("adam", False)])
 def test_synchronized_optimizers_continue_equally(
     rank: int, size: int, kind: str, distributed: bool
 ) -> None:
@@ -118,8 +118,8 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
 @on_ranks(("shm", 3))
+@for_each("case", DIFFERENT)
 def test_synchronize_raises_mismatch_error_if_trees_differ(rank: int, size: int, case: str) -> None:
     make, path, kind = DIFFERENT[case]
     tree = {"first": np.full(3, rank), "number": rank, "rest": make(min(rank, 1))}
@@ -151,8 +151,8 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
 @on_ranks(("shm", 2))
+@for_each("case", BROKEN)
 def test_synchronize_raises_on_all_ranks_for_an_invalid_value(
     rank: int, size: int, case: str
 ) -> None:

@@ -27,8 +27,7 @@ class Fault(NamedTuple):
     """An event at a time as text, and the ranks that an error must name; none: no error.
 
     Ranks that are cut off continue and name other ranks. A rank that ``rests`` until a time may
-    find that the job has
-    ended and rank 0 is gone.
+    find that the job has ended and rank 0 is gone.
     """
 
     at: float
@@ -212,8 +211,7 @@ def trial(seed: int, ranks: int = 64) -> tuple[Start, list[Fault], list[str]]:
     """Run a schedule, and return it with its failed conditions.
 
     One eighth of the schedules are whole starts. One eighth exchanges more data than kernels buffer
-    inside a host. In every
-    second schedule the ranks are a tree of hosts.
+    inside a host. In every second schedule the ranks are a tree of hosts.
     """
     begin, tree = gather if seed % 16 > 1 else meet, "2" if seed % 2 else "512"
     if seed % 16 in (2, 3):

@@ -25,7 +25,7 @@ using Seconds = std::chrono::duration<double>;
 
 constexpr int kRanksOfHost = 8, kHostsOfRack = 16;
 // Delays in one direction: within a host, within a rack, and between racks; from an event until a thread
-// runs; and between two sent messages, as measured by measure.py. Lost messages are sent again.
+// runs; and between two sent messages, as measured like those of costs.py. Lost messages are sent again.
 constexpr microseconds kNear{20}, kRack{50}, kFar{500}, kWake{7}, kSend{3};
 constexpr milliseconds kAgain{200};
 constexpr double kLimit = 5.0;  // seconds

@@ -33,8 +33,7 @@ class Launch:
     """A job with ``per_host`` ranks on each of ``hosts`` hosts, and its launcher on another host.
 
     Ranks join a world if ``meets`` is True. With ``min_n`` the remaining ranks start again;
-    ``starts`` counts the ranks of
-    each start by its size.
+    ``starts`` counts the ranks of each start by its size.
     """
 
     def __init__(

@@ -1,33 +1,21 @@
-"""Measurement of the constants of ``costs``, and of a real start next to a simulated start.
+"""A real start next to a simulated start, which shows whether the constants of ``costs`` fit.
 
 python -m tests.simulation.measure [RANKS]
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import selectors
-import socket
-import subprocess
 import sys
-import threading
 import time
 import tracemalloc
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from flashlight_py.distributed.backends.gloo import GlooBackend
-from flashlight_py.distributed.backends.shm import ShmBackend
-from flashlight_py.distributed.memory import memory_file, topology
-from flashlight_py.distributed.rendezvous import wire
 from flashlight_py.distributed.rendezvous.places import FAN, TreeRecord, entry, identity
-from flashlight_py.distributed.rendezvous.secret import nonce, proof
-from flashlight_py.distributed.rendezvous.store import Peer, Roster, Store, this_process
+from flashlight_py.distributed.rendezvous.store import Roster, Store, this_process
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
-from flashlight_py.distributed.rendezvous.wire import Kind
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
 from tests.distributed.jobs import free_port
@@ -36,245 +24,6 @@ from tests.simulation.world import Host, Process, World, installed
 
 CARD = bytes(200)
 _PIECE = 1 << 20  # bytes that one read of a socket returns
-_MANY = 8  # ranks of a host
-
-
-def seconds_of(call: Callable[[], Any], times: int = 300) -> float:
-    """Return the processor time of ``call`` in seconds: the fastest of five rounds."""
-    rounds = []
-    for _ in range(5):
-        begun = time.process_time()
-        for _ in range(times):
-            call()
-        rounds.append((time.process_time() - begun) / times)
-    return min(rounds)
-
-
-def of_calls() -> dict[str, float]:
-    """Return the constants per call and per byte."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    address, until = listener.getsockname(), time.monotonic() + 1e6
-    clients: list[socket.socket] = []
-    accepted: list[wire.Connection] = []
-
-    def connect() -> None:
-        attempts = wire.Attempts([address])
-        clients.append(next(attempts.connected(until)))
-
-    connecting = seconds_of(connect, 100)
-    accepting = seconds_of(lambda: accepted.append(wire.Connection(listener.accept()[0])), 100)
-    one, other = wire.Connection(clients[0]), accepted[0]
-    other.trust(0.0)
-    one.trust(0.0)
-    selector = selectors.EpollSelector()
-    selector.register(other.wire, selectors.EVENT_READ, other)
-    results = {"CONNECT": connecting, "ACCEPT": accepting}
-    body = bytes(400)
-
-    def exchange() -> None:
-        one.send(Kind.PAYLOAD, body, until)
-        while not other.inbox:
-            other.receive(0.0)
-        other.inbox.clear()
-
-    both = seconds_of(exchange)
-    sending = seconds_of(lambda: one.send(Kind.PAYLOAD, body, until))
-    results["SEND"], results["RECEIVE"] = sending, (both - sending) / 2  # a header, and its data
-    results["SELECT"] = seconds_of(lambda: selector.select(0.0))
-    while selector.select(0.0):
-        other.wire.recv(1 << 20)
-    size = 1 << 20
-    body = bytes(size)
-    begun = time.process_time()
-    for _ in range(50):
-        sender = threading.Thread(target=one.send, args=(Kind.PAYLOAD, body, until))
-        sender.start()
-        while not other.inbox:
-            other.receive(1.0)
-        other.inbox.clear()
-        sender.join()
-    results["BYTE"] = (time.process_time() - begun) / 50 / size / 2
-    return results
-
-
-def of_heartbeats(rounds: int = 2000) -> dict[str, float]:
-    """Return kWake and kSend of heartbeats.cc: seconds from a message until another process has
-    it."""
-    ours, peer = socket.socketpair()
-
-    def talk(rank: int) -> dict[str, float]:
-        took = []
-        for _ in range(rounds):
-            begun = time.perf_counter()
-            if rank == 1:
-                peer.send(peer.recv(64))
-                continue
-            ours.send(bytes(48))
-            sent = time.perf_counter()
-            ours.recv(64)
-            took.append((time.perf_counter() - begun, sent - begun))
-        if rank == 1:
-            return {}
-        both, sending = (sorted(seconds)[rounds // 2] for seconds in zip(*took, strict=True))
-        return {"kWake": both / 2 - sending, "kSend": sending}
-
-    result: dict[str, float] = in_processes(2, talk)[0]
-    return result
-
-
-def of_ranks(n: int = 512) -> dict[str, float]:
-    """Return the constants per rank in seconds."""
-    peers = [Peer(f"host{rank}", rank, f"host{rank} boot", "1") for rank in range(n)]
-    cards = [
-        ["host" * 10, "", "ff", "0" * 64, peer, [f"10.0.0.{peer.pid % 250}"]] for peer in peers
-    ]
-    texts = [json.dumps(card).encode() for card in cards]
-    body = Roster.of(texts).body
-    ends = {"0": [["10.0.0.1", 29500], ["10.0.0.2", 40000]]}
-    host = topology.Card("h0", "h", "eth0", ["10.0.0.1"], sources=["10.0.0.1"], ends=ends)
-    places = [host._replace(host=f"h{rank // 8}", own=[f"10.0.0.{rank // 8}"]) for rank in range(n)]
-    choices = [json.dumps(choice).encode() for choice in places]
-    entries = b"".join(entry(rank, 0, identity(peers[rank]), texts[rank]) for rank in range(n))
-    reading = seconds_of(lambda: initialize.Facts.read(Roster(body)), 5) / n
-    short, loads = json.dumps(cards[0][:1]).encode(), json.loads
-    byte = seconds_of(lambda: loads(texts[0])) - seconds_of(lambda: loads(short))
-    byte = max(byte, 0.0) / (len(texts[0]) - len(short))
-    return {
-        "TAKE": seconds_of(lambda: TreeRecord(peers[0]).add_entries(entries), 5) / n,
-        "PACK": seconds_of(lambda: Roster.of(texts), 20) / n,
-        "DERIVE": reading - byte * len(texts[0]),
-        "CHOOSE": seconds_of(lambda: topology._addresses_of_ranks(choices), 5) / n,
-        "LOAD_BYTE": byte,
-        "PROVE_BYTE": seconds_of(lambda: proof(b"key", body), 20) / len(body),
-        "PROVEN": seconds_of(lambda: proof(b"key", b"12345", b"54321")),
-    }
-
-
-def of_beginnings() -> dict[str, float]:
-    """Return the constants of the start of processes and of backends."""
-    first, second = of_first_and_second()  # before this process has loaded any module
-    program = "import flashlight_py.launch.rank_main, flashlight_py.distributed.start.initialize"
-    took = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        child = subprocess.Popen([sys.executable, "-c", program])
-        forked = time.perf_counter()
-        _, _, used = os.wait4(child.pid, 0)
-        child.returncode = 0
-        took.append((forked - begun, used.ru_utime + used.ru_stime))
-    file = memory_file.MemoryFile(False)
-    os.pwrite(file.fd, b"x" * 32, 0)
-    alone, many = (
-        of_joining(size, lambda store: GlooBackend(store, "127.0.0.1", 9.0, 9.0, b""))
-        for size in (1, _MANY)
-    )
-    return {
-        "FORK": min(seconds for seconds, _ in took),
-        "IMPORT": min(seconds for _, seconds in took),
-        "FIRST": first - second,
-        "ADMITTED": of_admitting(),
-        "MAP": of_joining(_MANY, lambda store: ShmBackend(store, 9.0)),
-        "JOINED": alone,
-        "NATIVE_CONNECT": (many - alone) / (_MANY - 1),
-        "OPEN": seconds_of(lambda: topology._read_problem(("", file.path, "x" * 32, ""), "")),
-    }
-
-
-class _Threads(Store):
-    def __init__(self, rank: int, cards: list[bytes], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self.hosts = rank, len(cards), ["h"] * len(cards)
-        self._cards, self.barrier = cards, barrier
-
-    def exchange(self, payload: bytes) -> Roster:
-        self._cards[self.rank] = payload
-        self.barrier.wait()
-        roster = Roster.of(list(self._cards))
-        self.barrier.wait()
-        return roster
-
-
-def of_joining(size: int, join: Callable[[Store], Any], rounds: int = 20) -> float:
-    """Return the median processor time of ``join`` on one of ``size`` ranks."""
-    barrier, cards, took = threading.Barrier(size), [b""] * size, list[float]()
-
-    def work(rank: int) -> None:
-        for _ in range(rounds):
-            barrier.wait()
-            begun = time.process_time()
-            barrier.wait()
-            joined = join(_Threads(rank, cards, barrier))
-            barrier.wait()
-            if rank == 0:
-                took.append((time.process_time() - begun) / size)
-            barrier.wait()
-            joined.close()
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sorted(took)[rounds // 2]
-
-
-def of_admitting(ranks: int = 1000) -> float:
-    """Return rank 0's processor time to admit a rank, without system calls."""
-    node = TcpStore("127.0.0.1", free_port(), 0, ranks, 9.0).node
-    candidates = [_Candidate(rank, ranks) for rank in range(1, ranks)]
-    node._candidates += candidates
-    begun = time.process_time()
-    for candidate in candidates:
-        node._greet(candidate)
-        started = time.process_time()
-        candidate.answer()
-        begun += time.process_time() - started  # time of the client
-        node._greet(candidate)
-    seconds = time.process_time() - begun
-    node.members.clear()
-    node._candidates.clear()
-    node.close()
-    return seconds / len(candidates)
-
-
-class _Candidate:
-    """Stand-in for the connection of a rank that asks for admission; it sends nothing."""
-
-    address = local_address = "127.0.0.1", 1
-    ends = local_address, address
-    handshake: wire.Handshake | None = None
-    rank: int | None = None
-    is_rejected = False
-
-    def __init__(self, rank: int, size: int) -> None:
-        peer = this_process()._replace(pid=rank)
-        self._greeting = wire.Greeting(rank, size, peer, "127.0.0.1 999").pack()
-        self.inbox = deque([wire.Packet(Kind.HELLO, nonce())])
-
-    def answer(self) -> None:
-        assert self.handshake
-        self.inbox.append(wire.Packet(Kind.PROOF, self.handshake.client_proof(self._greeting)))
-
-    def send(self, *_: Any) -> None:
-        """Send nothing."""
-
-    def trust(self, _: float) -> None:
-        """Trust nothing."""
-
-
-def of_first_and_second() -> tuple[float, float]:
-    """Return the processor time of a forked process for its first start and for the next start."""
-    ports = free_port(), free_port()
-
-    def start_twice(rank: int) -> list[float]:
-        took = []
-        for port in ports:
-            begun = time.process_time()
-            meet(rank, 2, port)
-            took.append(time.process_time() - begun)
-        return took
-
-    one, other = in_processes(2, start_twice)
-    return (one[0] + other[0]) / 2, (one[1] + other[1]) / 2
 
 
 def in_processes(count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -415,9 +164,6 @@ def simulated(ranks: int, begin: Callable[[int, int, int], Any] | None = None) -
 def main() -> None:
     ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 64
     os.environ["FLASHLIGHT_SECRET"] = "s"
-    begins = of_beginnings()  # before this process has joined a world
-    for name, value in {**begins, **of_calls(), **of_heartbeats(), **of_ranks()}.items():
-        print(f"{name} = {value:.3g}")
     begins_of = {"1 exchange": exchanges(1), "9 exchanges": exchanges(9), "start": None}
     for name, begin in begins_of.items():
         for where, seen in (

@@ -1,12 +1,9 @@
 """A virtual network: sockets and pipes between the fibers of a world.
 
 A message is passed by reference. Its time consists of the queues in the cards of both hosts, its
-bytes at 10 Gbit/s,
-and the latency. A loss delays it by one retransmission. No data passes between the sides of a
-divided network; data
-that was sent meanwhile arrives after the sides are joined. A sender blocks if the window is full,
-until the other end
-reads or the timeout passes.
+bytes at 10 Gbit/s, and the latency. A loss delays it by one retransmission. No data passes between
+the sides of a divided network; data that was sent meanwhile arrives after the sides are joined. A
+sender blocks if the window is full, until the other end reads or the timeout passes.
 """
 
 from __future__ import annotations
@@ -67,8 +64,7 @@ class _Large:
     arrived.
 
     If the other end reads (``is_read``), its sender continues when all but a window has been sent.
-    Otherwise the sender
-    continues when the other end receives it. ``sent`` bytes fit at first.
+    Otherwise the sender continues when the other end receives it. ``sent`` bytes fit at first.
     """
 
     def __init__(self, data: bytes, sent: int) -> None:

@@ -17,33 +17,28 @@ from tests.simulation.faults import trial
 from tests.simulation.grouping import Grouping
 from tests.simulation.launching import Launch, lose
 from tests.simulation.network import WINDOW, WINDOW_INSIDE, Socket, divide
-from tests.simulation.scenario import PORT, Start, gather, meet
+from tests.simulation.scenario import PORT, Start, gather
 from tests.simulation.world import Process, World, installed, me
 
 
-@pytest.mark.parametrize("tens", range(10))
-def test_schedules_of_faults_end_correctly(tens: int) -> None:
+@pytest.mark.parametrize(
+    "seeds", [range(32), pytest.param(range(32, 200), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_schedules_of_faults_end_correctly(seeds: range) -> None:
     """``make simulate SEED=... RANKS=64`` repeats a failure."""
-    results = {seed: trial(seed)[2] for seed in range(20 * tens, 20 * tens + 20)}
+    results = {seed: trial(seed)[2] for seed in seeds}
     assert {seed: wrong for seed, wrong in results.items() if wrong} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "ranks"), [(8636, 64), (227, 128), (5363, 256)])
 def test_schedule_that_failed_before_ends_correctly(seed: int, ranks: int) -> None:
     """Seeds that found defects: late ranks waited for rank 0, or named a wrong rank."""
     assert trial(seed, ranks)[2] == []
 
 
-def test_simulation_repeats_all_events_for_a_seed() -> None:
-    first, again, other = (trial(seed)[0] for seed in (8, 8, 12))
-    assert first.ended == again.ended
-    assert first.up == again.up
-    assert first.world.messages == again.world.messages
-    assert (first.up, first.ended) != (other.up, other.ended)
-
-
-def test_simulation_does_not_depend_on_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Earlier the launcher tried to end a child of the test process."""
+def test_simulation_repeats_all_messages_for_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the launcher tried to end a child of the test process."""
     sent = list[bytes]()
 
     def transmit(end: Socket, data: bytes | None) -> None:
@@ -68,13 +63,6 @@ def test_simulation_does_not_depend_on_this_process(monkeypatch: pytest.MonkeyPa
     assert first == again
 
 
-def test_rendezvous_connects_rank_0_with_all_ranks() -> None:
-    start = Start(64, seed=1, begin=meet, FLASHLIGHT_TREE_FROM="512").run()
-    assert start.up.keys() == set(range(64))
-    assert max(start.up.values()) < 1.0
-    assert start.processes[0].most_connections >= 63
-
-
 @pytest.mark.parametrize("tree", ["2", "512"])
 def test_rendezvous_names_a_rank_that_dies_between_exchanges_at_once(tree: str) -> None:
     start = Start(64, seed=2, begin=gather, FLASHLIGHT_TREE_FROM=tree)
@@ -96,9 +84,13 @@ def test_rendezvous_reports_a_silent_host_after_host_timeout(tree: str, at: floa
     assert max(start.ended.values()) < 6.0
 
 
-def test_tree_limits_the_connections_of_each_process() -> None:
-    start = Start(128, seed=4, FLASHLIGHT_TREE_FROM="2").run()
-    assert start.up.keys() == set(range(128))
+@pytest.mark.parametrize(("ranks", "tree"), [(64, "512"), (128, "2")])
+def test_start_needs_few_connections(ranks: int, tree: str) -> None:
+    """Without a tree, rank 0 connects to all ranks."""
+    start = Start(ranks, seed=1, FLASHLIGHT_TREE_FROM=tree).run()
+    assert start.up.keys() == set(range(ranks))
+    assert max(start.up.values()) < 1.0
+    assert tree == "2" or start.processes[0].most_connections >= 63
     assert max(process.most_connections for process in start.processes) <= 64 + 8
 
 
@@ -118,34 +110,6 @@ def test_rank_0_names_ranks_that_do_not_leave_the_tree() -> None:
         start.run(until=20.0)
         assert set(start.up) == set(range(1, 64)) - {stopped}
         assert f"rank {stopped} joined and did not leave" in str(start.errors[0])
-
-
-def test_data_sent_during_a_network_partition_arrives_in_order() -> None:
-    world, taken = World(), list[bytes]()
-
-    def listen() -> None:
-        with system.create_server(("", PORT)) as listener:
-            wire, _ = listener.accept() if listener.wait(None) else (None, None)
-            while data := wire.recv(100):
-                taken.append(data)
-
-    def send() -> None:
-        wire = system.Socket()
-        wire.connect_ex(("10.0.0.1", PORT))
-        system.sleep(1.0)
-        for number in range(60):
-            wire.sendall(b"%d" % number)
-            system.sleep(0.05)
-        wire.close()
-
-    with installed(world):
-        hosts = [world.add_host(), world.add_host()]
-        for host, main in zip(hosts, (listen, send), strict=True):
-            Process(host, main, {})
-        for when, side in ((1.5, 1), (2.5, 2), (2.8, 1), (3.3, 2)):
-            world.at(when, divide, world, hosts[1:], side)
-        world.run()
-    assert b"".join(taken) == b"".join(b"%d" % number for number in range(60))
 
 
 def _between_two(
@@ -181,8 +145,7 @@ def _between_two(
     return world
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize(("inside", "large"), [(True, False), (False, True)])
 def test_sender_blocks_if_the_window_is_full(inside: bool, large: bool) -> None:
     window = WINDOW_INSIDE if inside else WINDOW
     sent, taken = bytes(3 * window) if large else bytes(window // 2), list[bytes]()
@@ -203,27 +166,6 @@ def test_sender_blocks_if_the_window_is_full(inside: bool, large: bool) -> None:
     assert b"".join(taken) == count * sent
     assert all(when < 1.6 for when in waited[: count - 1])
     assert 4.0 < waited[-1] < 4.1
-
-
-@pytest.mark.parametrize("size", [WINDOW + 1, 3 * WINDOW])
-def test_receiver_gets_the_window_of_a_message_that_timed_out(size: int) -> None:
-    taken = list[bytes]()
-
-    def serve(wire: Socket) -> None:
-        while data := wire.recv(1 << 30):
-            taken.append(data)
-
-    def ask(wire: Socket) -> None:
-        wire.settimeout(1.0)
-        with pytest.raises(TimeoutError):
-            wire.sendall(bytes(size))
-        assert 2.5 < system.monotonic() < 2.6
-        wire.settimeout(10.0)
-        wire.sendall(b"and more")
-        wire.close()
-
-    _between_two(serve, ask, inside=False, stopped=4.0)
-    assert b"".join(taken) == bytes(WINDOW) + b"and more"
 
 
 def test_connection_ends_if_the_window_stays_full() -> None:
@@ -280,15 +222,6 @@ def test_flrun_ends_all_ranks_of_all_hosts_if_one_dies() -> None:
     assert b"rank 61 of 64 on host9 was killed by SIGKILL" in b"".join(launch.said)
 
 
-def test_flrun_ends_the_ranks_of_a_cut_off_host() -> None:
-    launch = Launch(hosts=4, seed=6)
-    launch.world.at(5.0, divide, launch.world, [launch.world.hosts[3]], 1)
-    launch.run()
-    assert launch.launcher.code == 1
-    assert all(rank.code is not None for rank in launch.ranks.values())
-    assert b"on host4 is lost: received nothing from host host4 since" in b"".join(launch.said)
-
-
 @pytest.mark.parametrize("fate", ["kill", "cut"])
 def test_flrun_restarts_without_lost_hosts(fate: str) -> None:
     """With the maximum number of hosts; the launcher needs four descriptors for each."""
@@ -303,7 +236,7 @@ def test_flrun_restarts_without_lost_hosts(fate: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(20), pytest.param(range(20, 300), marks=pytest.mark.slow)], ids=["few", "many"]
+    "seeds", [range(6), pytest.param(range(6, 200), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_flrun_continues_with_the_remaining_hosts(seeds: range) -> None:
     results = {seed: lose(seed) for seed in seeds}

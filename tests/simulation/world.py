@@ -1,11 +1,9 @@
 """Virtual time: hosts, processes, and threads that are fibers of this process.
 
 Events are a heap of (when, number, call). A fiber runs until it waits. Its computations advance its
-own clock, which
-may be ahead of the world's clock. The result of a wait is visible no earlier than the fiber's
-clock. So a busy rank
-needs no events, and one thread runs 100,000 ranks. The seed of ``random`` determines all random
-choices.
+own clock, which may be ahead of the world's clock. The result of a wait is visible no earlier than
+the fiber's clock. So a busy rank needs no events, and one thread runs 100,000 ranks. The seed of
+``random`` determines all random choices.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Blocks of layers: both paths, forward and backward, at any depth."""
 
 import numpy as np
-import pytest
 
 import flashlight_py as fl
 from flashlight_py.tagi.network import FOUR
 from flashlight_py.tagi.states import BaseHiddenStates
+from tests.tables import for_each
 from tests.tagi.helpers import equal, learn, numbers
 
 REAL = np.float32
@@ -44,7 +44,7 @@ def test_layer_block_equals_its_layers() -> None:
     assert block.get_max_num_states() == 5
 
 
-@pytest.mark.parametrize("projected", [False, True])
+@for_each("projected", [False, True])
 def test_res_net_block_adds_both_paths(projected: bool) -> None:
     main, x = fl.tagi.Linear(4, 4), some_states()
     shortcut = fl.tagi.Linear(4, 4) if projected else None
@@ -123,17 +123,10 @@ def test_nested_blocks_match_matrix_products() -> None:
     net.backward()
     back = d @ last.weight.mean @ inside.T @ first.weight.mean
     close(net.get_input_states()[0].reshape(3, 4), back)
-
-
-def test_named_layers_yields_layers_in_blocks() -> None:
-    main = fl.tagi.LayerBlock(fl.tagi.Linear(4, 4), fl.tagi.ReLU(), fl.tagi.Linear(4, 4))
-    net = fl.tagi.Sequential(fl.tagi.ResNetBlock(main, fl.tagi.Linear(4, 4)))
-    assert net.layers[0].main_block is main
-    assert list(net.state_dict()) == ["Linear.main.0.0", "Linear.main.0.2", "Linear.shortcut.0"]
-    assert len(net.parameters()) == 3
+    assert len(net.parameters()) == 6
     net.eval()
     assert not any(layer.training for _, layer in net.named_layers())
-    assert repr(net.layers[0]) == "ResNetBlock(4,4)"
+    assert (net.layers[1].main_block.layers[1], repr(block)) == (c, "ResNetBlock(4,4)")
 
 
 def test_on_sums_is_called_in_bucket_order() -> None:

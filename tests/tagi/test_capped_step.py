@@ -12,13 +12,12 @@ from flashlight_py.tagi.parameters import (
     step_in_numpy,
     zeros_on,
 )
+from tests.tables import for_each
 from tests.tagi.helpers import equal, needs_kernels
 from tests.tagi.oracle import compare
 
 
-@pytest.mark.parametrize(
-    ("batch", "cap"), [(0, 0.1), (1, 0.1), (2, 2.0), (255, 2.0), (256, 3.0), (4096, 3.0)]
-)
+@for_each("batch cap", [(0, 0.1), (1, 0.1), (2, 2.0), (255, 2.0), (256, 3.0), (4096, 3.0)])
 def test_cap_factor_depends_on_the_batch_size(batch: int, cap: float) -> None:
     assert cap_factor(batch) == cap
 
@@ -60,8 +59,8 @@ def step(arrays: Sequence[np.ndarray], cap: float) -> tuple[np.ndarray, ...]:
 
 
 @needs_kernels
-@pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 17, 1000, 4099])
-@pytest.mark.parametrize("batch", [1, 16, 256])
+@for_each("size", [0, 1, 2, 15, 16, 17, 1000, 4099])
+@for_each("batch", [1, 16, 256])
 def test_step_kernel_has_the_bits_of_numpy(size: int, batch: int) -> None:
     ours, reference = arrays(size), arrays(size)
     with np.errstate(all="ignore"):
@@ -72,7 +71,7 @@ def test_step_kernel_has_the_bits_of_numpy(size: int, batch: int) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("batch", [1, 16, 256])
+@for_each("batch", [1, 16, 256])
 def test_step_kernel_has_the_bits_of_numpy_at_the_bounds(batch: int) -> None:
     """Values below, at and above the bounds, in uniform and mixed blocks."""
     cap, rng = cap_factor(batch), np.random.default_rng(0)

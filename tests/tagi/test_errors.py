@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.tables import for_each
 from tests.tagi.helpers import network
 
 # Arguments of networks and blocks that are not layers.
@@ -84,19 +85,19 @@ BATCHES: dict[tuple[str, tuple[int, ...]], str] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layers", NO_LAYERS)
+@for_each("layers", NO_LAYERS)
 def test_network_raises_type_error_for_arguments_that_are_no_layers(layers: str) -> None:
     with pytest.raises(TypeError, match=NO_LAYERS[layers]):
         network(layers)
 
 
-@pytest.mark.parametrize("layers", LAYERS)
+@for_each("layers", LAYERS)
 def test_layer_raises_value_error_for_invalid_arguments(layers: str) -> None:
     with pytest.raises(ValueError, match=LAYERS[layers]):
         network(layers)
 
 
-@pytest.mark.parametrize(("inputs", "words"), BATCHES.items())
+@for_each("inputs words", BATCHES.items())
 def test_network_raises_value_error_for_batches_of_wrong_shape(inputs: Any, words: str) -> None:
     net, batch = network(inputs[0]), np.zeros(inputs[1])
     with pytest.raises(ValueError, match=words):

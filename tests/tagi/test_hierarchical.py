@@ -8,6 +8,7 @@ import pytest
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
 from flashlight_py.tagi.utilities import probabilities, tree_of
+from tests.tables import for_each
 from tests.tagi.helpers import equal
 from tests.tagi.oracle import equal_programs
 
@@ -38,9 +39,7 @@ def test_class_tree_and_probabilities_equal_pytagi() -> None:
     equal_programs(TREES, 1e-5, 1e-8, classes=CLASSES)
 
 
-@pytest.mark.parametrize(
-    ("n", "outputs"), [(2, 1), (3, 3), (4, 3), (10, 11), (100, 102), (1000, 1001)]
-)
+@for_each("n outputs", [(2, 1), (3, 3), (4, 3), (10, 11), (100, 102), (1000, 1001)])
 def test_class_tree_length_is_close_to_the_number_of_classes(n: int, outputs: int) -> None:
     tree = tree_of(n)
     assert tree.len == outputs
@@ -48,13 +47,6 @@ def test_class_tree_length_is_close_to_the_number_of_classes(n: int, outputs: in
     assert len(paths) == n  # classes are distinct
     assert tree.idx.min() == 1
     assert set(tree.obs.tolist()) == {-1, 1}
-
-
-@pytest.mark.parametrize("n", [2, 4, 64])
-def test_probabilities_sum_to_one_for_powers_of_two(n: int) -> None:
-    rng, tree = np.random.default_rng(0), tree_of(n)
-    m, v = rng.standard_normal((5, tree.len)), rng.uniform(0, 3, (5, tree.len))
-    equal(probabilities(m, v, tree).sum(1), 1, rtol=1e-6)
 
 
 def test_probabilities_match_random_draws() -> None:
@@ -80,7 +72,7 @@ def test_get_labels_returns_observed_labels() -> None:
     assert metric.error_rate(outputs, 0.01 + 0 * outputs, labels[::-1]) == 1
 
 
-@pytest.mark.parametrize("labels", [[10], [-1], [0.5], [np.inf, np.nan], np.full((2, 2), 11)])
+@for_each("labels", [[10], [-1], [0.5], [np.inf, np.nan], np.full((2, 2), 11)])
 def test_label_functions_reject_labels_that_are_no_class(labels: Any) -> None:
     """pytagi reads beyond the end of the tree."""
     with pytest.raises(ValueError, match="labels must be from 0 to 9, got"):

@@ -15,6 +15,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.tagi import OutputUpdater, Sequential
 from tests.cupy_stand_in import StandInArray
+from tests.tables import for_each
 from tests.tagi.helpers import equal, network
 
 # Layers with 4 outputs, and the shape of a sample.
@@ -45,8 +46,10 @@ NETWORKS: dict[str, tuple[str, tuple[int, ...]]] = {
     "dense": ("Linear(6, 5), ReLU(), LayerNorm(5), Linear(5, 4)", (6,)),
     "embedded": ("Embedding(6, 3, 2, padding_idx=1), Linear(6, 4)", (2,)),
 }
-EACH = pytest.mark.parametrize("name", NETWORKS)
-EACH_UPDATE = pytest.mark.parametrize("update", ["update", "indices", "heteros"])
+EACH = for_each("name", NETWORKS)
+UPDATES = "update", "indices", "heteros"
+# Updates read only the outputs, so that each network needs one of them.
+IN_TURN = [(name, UPDATES[number % 3]) for number, name in enumerate(NETWORKS)]
 
 
 def made(name: str, seed: int = 0) -> Sequential:
@@ -86,8 +89,7 @@ def results(net: Sequential, x: Any) -> Any:
     return (*net(x), net.state_dict())
 
 
-@EACH_UPDATE
-@EACH
+@for_each("name update", IN_TURN)
 def test_training_on_a_gpu_equals_numpy(name: str, update: str, strict: Any) -> None:
     outcomes = []
     for device in ("cpu", "cuda"):
@@ -110,9 +112,8 @@ def test_outputs_are_on_the_gpu_if_inputs_are(strict: Any) -> None:
     assert isinstance(flat, np.ndarray)
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@EACH_UPDATE
-@EACH
+@for_each("flat", [False, True])
+@for_each("name update", IN_TURN)
 def test_empty_batch_changes_nothing(name: str, update: str, flat: bool) -> None:
     """For example, a rank's share of a small last batch."""
     net, empty = made(name), np.zeros(0) if flat else batch(name, 0)
@@ -126,15 +127,23 @@ def test_empty_batch_changes_nothing(name: str, update: str, flat: bool) -> None
     assert net(batch(name))[0].shape == (4, 4)
 
 
-LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+def read_only(x: np.ndarray) -> np.ndarray:
+    x.flags.writeable = False
+    return x
+
+
+LAYOUTS: dict[str, Callable[[np.ndarray], Any]] = {
     "Fortran": np.asfortranarray,
     "float64": lambda x: x.astype(np.float64),
+    "reversed": lambda x: x[::-1].copy()[::-1],
+    "read-only": read_only,
+    "list": lambda x: x.tolist(),
     "channels last": lambda x: np.moveaxis(np.moveaxis(x, 1, -1).copy(), -1, 1),
     "gaps": lambda x: np.repeat(x, 2, axis=-1)[..., ::2],
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@for_each("layout", LAYOUTS)
 @EACH
 def test_inputs_of_any_layout_and_dtype_give_the_same_step(name: str, layout: str) -> None:
     """pytagi ignores strides, and rejects float64 by a list of C++ signatures."""
@@ -144,9 +153,15 @@ def test_inputs_of_any_layout_and_dtype_give_the_same_step(name: str, layout: st
     equal(other.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
-)
+@for_each("dtype", ["float16", "int8", "int64", "bool"])
+def test_inputs_of_narrow_dtypes_give_the_same_step(dtype: str) -> None:
+    plain, other, x = made("dense"), made("dense"), batch("dense") > 0
+    learn(plain, x.astype(np.float32), 1)
+    learn(other, x.astype(dtype), 1)
+    equal(other.state_dict(), plain.state_dict())
+
+
+@for_each("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @EACH
 def test_copy_of_a_network_is_independent(name: str, copied: Callable[[Any], Any]) -> None:
     net, x = made(name), batch(name)
@@ -158,12 +173,12 @@ def test_copy_of_a_network_is_independent(name: str, copied: Callable[[Any], Any
     equal(net.state_dict(), other.state_dict())
 
 
-@EACH
+@for_each("name", ["images", "recurrent", "embedded"])
 def test_network_resumes_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     uninterrupted, resumed, x = made(name), made(name, 1), batch(name)
     learn(uninterrupted, x, 2)
-    fl.save(tmp_path, uninterrupted, step=3)
-    checkpoint = fl.load(tmp_path, resumed)
+    fl.save(tmp_path / name, uninterrupted, step=3)
+    checkpoint = fl.load(tmp_path / name, resumed)
     assert checkpoint is not None
     assert checkpoint.step == 3
     for net in (uninterrupted, resumed):
@@ -196,3 +211,27 @@ def test_checkpoint_of_another_network_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nothing was loaded: unexpected"):
         fl.load(tmp_path, network("Linear(3, 5)"))
     equal(other.state_dict(), expected)
+
+
+def test_batch_norm2d_after_linear_layers_has_correct_deltas() -> None:
+    """pytagi's deltas are wrong."""
+    layers = "Linear(2, 3), BatchNorm2d(3), ReLU(), Linear(3, 4)"
+    behind = network(f"Conv2d(1, 2, 8, in_width=8, in_height=8), {layers}")
+    alone = network(f"Linear(64, 2), {layers}")  # as a matrix
+    for name, entry in behind.state_dict().items():
+        other = {"Conv2d.0": "Linear.0"}.get(name, name)
+        alone.load_state_dict(alone.state_dict() | {other: entry})
+    x = np.random.default_rng(0).standard_normal((6, 1, 8, 8), np.float32)
+    for net in (behind, alone):
+        learn(net, x, 1)
+    equal(behind.parameters(), alone.parameters(), 1e-5, 1e-5)
+
+
+def test_step_is_finite_if_mean_and_variance_are_zero() -> None:
+    """In pytagi the slope of MixtureReLU is NaN, for example after the padding of an Embedding."""
+    x = np.array([[0, 0, 1, 2], [0, 0, 0, 0]])
+    for layers in ("Embedding(5, 3, 4, padding_idx=0), MixtureReLU(), Linear(12, 4)",
+                   "MixtureReLU(), Linear(4, 4)"):  # fmt: skip
+        net = network(layers)
+        learn(net, x, 1)
+        assert all(np.isfinite(array).all() for entry in net.parameters() for array in entry)

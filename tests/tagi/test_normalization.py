@@ -7,6 +7,7 @@ import flashlight_py as fl
 from flashlight_py.tagi import nn, normalization
 from flashlight_py.tagi.states import BaseHiddenStates
 from tests.distributed.conformance import on_ranks
+from tests.tables import for_each
 from tests.tagi.helpers import channels_first, equal, in_numpy, needs_kernels, numbers
 from tests.tagi.oracle import run_both
 
@@ -63,8 +64,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@for_each("bias", [True, False])
+@for_each("case", CASES)
 def test_normalization_matches_formulas(case: str, bias: bool) -> None:
     make, shape, over, features = CASES[case]
     layer = drawn(make(bias=bias))
@@ -83,25 +84,8 @@ def test_normalization_matches_formulas(case: str, bias: bool) -> None:
     assert layer.backward(d, e, False) is None
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_normalization_accepts_channel_first_images(case: str) -> None:
-    make, shape, _, _ = CASES[case]
-    x, results = states(*shape), []
-    for swapped in (False, True):
-        layer = drawn(make())
-        layer.connect(shape[1:])
-        parts = (x.mean, x.variance, x.slope)
-        if swapped:
-            parts = channels_first(*parts)
-        out = layer.forward(BaseHiddenStates(*parts))
-        d, e = layer.backward(numbers(*shape, seed=3), numbers(*shape, seed=4), True)
-        results.append((out.mean, out.variance, d, e, layer.weight.mean_sum))
-    for first, second in zip(*results, strict=True):
-        close(second, first)
-
-
 @needs_kernels
-@pytest.mark.parametrize("positions", [8, 16, 21, 40])
+@for_each("positions", [8, 16, 21, 40])
 def test_normalization_kernels_equal_numpy(positions: int) -> None:
     """Row lengths with and without a remainder; contiguous, transposed, and with gaps."""
     shape = (5, 3, positions)
@@ -142,7 +126,7 @@ def test_normalization_of_exact_inputs_omits_their_variance() -> None:
         close((out.mean, out.variance), (expected.mean, expected.variance))
 
 
-@pytest.mark.parametrize("shape", [IMAGES, FLAT])
+@for_each("shape", [IMAGES, FLAT])
 def test_batch_norm2d_updates_and_uses_running_statistics(shape) -> None:
     layer = drawn(fl.tagi.BatchNorm2d(3, momentum=0.75))
     layer.connect(shape[1:])
@@ -267,7 +251,7 @@ def test_batch_norm2d_evaluation_equals_pytagi() -> None:
     close(*run_both(EVALUATED, batches=numbers(3, 8, 4)))
 
 
-@pytest.mark.parametrize("images", [False, True])
+@for_each("images", [False, True])
 def test_frozen_batch_norm2d_uses_the_statistics_of_its_forward_pass(images: bool) -> None:
     """The rest of the network trains, and other batches run in between."""
     layer = nn.BatchNorm2d(3)

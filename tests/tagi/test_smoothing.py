@@ -104,39 +104,6 @@ def test_smoothed_states_match_formulas() -> None:
         equal(state.reshape(STEPS, 2), array, 1e-5)
 
 
-def test_slstm_covariances_match_random_draws() -> None:
-    """Covariances of c with the previous c, and of h with the previous h."""
-    net = network("SLSTM(1, 2, 1, gain_weight=1e-4, gain_bias=1e-4)", 1)
-    net.num_samples = 2
-    layer = net.layers[0]
-    rng = np.random.default_rng(0)
-    h, c, v = np.array([0.3, -0.2]), np.array([0.5, 1.0]), np.full(2, 1e-3)
-    w, b = layer.mu_w.reshape(4, 2, 3).astype(float), layer.mu_b.reshape(4, 2).astype(float)
-    draws = 200_000
-    h_draws, c_draws = (rng.normal(m, np.sqrt(1e-3), (draws, 2)) for m in (h, c))
-    for var_h, var_c in ((v, 0 * v), (0 * v, v)):
-        net.set_lstm_states({0: (h, var_h, c, var_c)})
-        net(np.array([[0.7]]))
-        net.set_delta_z(np.zeros(2), np.zeros(2))
-        net.backward()
-        before = [
-            d if var.any() else np.broadcast_to(m, d.shape)
-            for d, var, m in ((h_draws, var_h, h), (c_draws, var_c, c))
-        ]
-        joined = np.concatenate([np.full((draws, 1), 0.7), before[0]], 1)
-        f, i, g, o = np.moveaxis(np.einsum("qkj,nj->nqk", w, joined) + b, 1, 0)
-        f, i, o = (1 / (1 + np.exp(-gate)) for gate in (f, i, o))
-        c_now = f * before[1] + i * np.tanh(g)
-        h_now = o * np.tanh(c_now)
-        step = layer.time_steps[-1]
-        if var_h.any():
-            expected = np.cov(before[0].T, h_now.T)[:2, 2:]
-            equal(step.hidden, expected, rtol=0.05, atol=1e-5)
-        else:
-            expected = np.diag(np.cov(before[1].T, c_now.T)[:2, 2:])
-            equal(step.cell, expected, rtol=0.02)
-
-
 def test_smoother_uses_later_observations() -> None:
     """Later observations fill a gap and reduce its variance."""
     results = []

@@ -1,11 +1,13 @@
 """OutputUpdater: all outputs, selected outputs, and heteroscedastic errors."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from flashlight_py.tagi import nn
+from tests.tables import for_each
 from tests.tagi.helpers import equal
 from tests.tagi.oracle import compare
 
@@ -69,31 +71,24 @@ def test_update_heteros_moves_variance_towards_observed_errors() -> None:
     assert small < 0 < large
 
 
-def test_update_using_indices_ignores_nan() -> None:
+def test_updates_ignore_nan() -> None:
     """pytagi 0.2.1 propagates the NaN."""
-    deltas = nn.BaseDeltaStates()
-    y, indices = [[0.1, np.nan], [np.nan, 0.2]], [[1, 2], [3, 4]]
-    nn.OutputUpdater().update_using_indices(states(), y, 0.1, indices, deltas)
-    expected = [[True, False, False, False], [False, False, False, True]]
-    equal(deltas.delta_mu.reshape(2, 4) != 0, expected)
-    equal(deltas.delta_var.reshape(2, 4) != 0, expected)
-
-
-def test_update_heteros_ignores_nan() -> None:
-    """pytagi 0.2.1 propagates the NaN."""
-    out, deltas = states(2, 4), nn.BaseDeltaStates()
-    nn.OutputUpdater().update_heteros(out, np.array([[0.1, np.nan], [np.nan, 0.2]]), deltas)
-    d, e = deltas.delta_mu.reshape(4, 2), deltas.delta_var.reshape(4, 2)
-    assert not d[[1, 2]].any()
-    assert not e[[1, 2]].any()
-    assert np.isfinite(d).all()
-    assert d[[0, 3]].all()
+    y, updater = [[0.1, np.nan], [np.nan, 0.2]], nn.OutputUpdater()
+    for update, observed in (
+        (lambda d: updater.update_using_indices(states(), y, 0.1, [[1, 2], [3, 4]], d), [0, 7]),
+        (lambda d: updater.update_heteros(states(), y, d), [0, 1, 6, 7]),
+    ):
+        deltas = nn.BaseDeltaStates()
+        update(deltas)
+        equal(np.flatnonzero(deltas.delta_mu), observed)
+        equal(np.flatnonzero(deltas.delta_var), observed)
+        assert np.isfinite([deltas.delta_mu, deltas.delta_var]).all()
 
 
 MASK = np.array([[False, True, False, False], [True, False, False, True]])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "bool"])
+@for_each("dtype", ["float16", "float32", "float64", "int64", "bool"])
 def test_update_ignores_masked_observations(dtype: str) -> None:
     """The values under the mask have no effect."""
     values = np.arange(8).reshape(2, 4).astype(dtype)
@@ -141,22 +136,22 @@ def test_update_requires_the_batch_first_or_flat_arrays() -> None:
     updater.update(states(3, 40), np.zeros((3, 2, 4, 5)), 0.1, deltas)
     deltas = nn.BaseDeltaStates()
     for shape in ((2, 12), (4, 6), (2, 2, 6)):
-        with pytest.raises(ValueError, match=r"mu_obs: expected shape \(12, 2\), .*, got \(\d"):
-            updater.update(out, y.reshape(shape), 0.1, deltas)
-        with pytest.raises(ValueError, match=r"var_obs: expected shape \(12, 2\), .*, got \(\d"):
-            updater.update(out, y, y.reshape(shape), deltas)
-        with pytest.raises(ValueError, match=r"mu_obs: expected shape \(12, 2\), .*, got \(\d"):
-            updater.update_using_indices(out, y.reshape(shape), 0.1, indices, deltas)
-        with pytest.raises(ValueError, match=r"selected_idx: .* \(12, k\), .*, got \(\d"):
-            updater.update_using_indices(out, y, 0.1, indices.reshape(shape), deltas)
-        with pytest.raises(ValueError, match=r"mu_obs: expected shape \(12, 2\), .*, got \(\d"):
-            updater.update_heteros(states(12, 4), y.reshape(shape), deltas)
+        z, wrong = y.reshape(shape), indices.reshape(shape)
+        for update, words in (
+            (lambda: updater.update(out, z, 0.1, deltas), r"mu_obs: .* \(12, 2\)"),  # noqa: B023
+            (lambda: updater.update(out, y, z, deltas), r"var_obs: .* \(12, 2\)"),  # noqa: B023
+            (lambda: updater.update_using_indices(out, z, 0.1, indices, deltas), "mu_obs"),  # noqa: B023
+            (lambda: updater.update_using_indices(out, y, 0.1, wrong, deltas), r"idx: .*12, k"),  # noqa: B023
+            (lambda: updater.update_heteros(states(12, 4), z, deltas), "mu_obs"),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match=rf"{words}.*, got \(\d"):
+                update()
     with pytest.raises(ValueError, match=r"mu_obs: .* \(3, 2, 4, 5\), .*, got \(3, 4, 5, 2\)"):
         updater.update(images, np.zeros((3, 4, 5, 2)), 0.1, deltas)
     assert deltas.mean is None
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "bool"])
+@for_each("dtype", ["float16", "float32", "float64", "int64", "bool"])
 def test_update_accepts_any_dtype_layout_and_shape(dtype: str) -> None:
     out, y = states(3, 4), (np.arange(12).reshape(3, 4) % 3).astype(dtype)
     updater, expected, actual = nn.OutputUpdater(), nn.BaseDeltaStates(), nn.BaseDeltaStates()
@@ -169,76 +164,77 @@ def test_update_accepts_any_dtype_layout_and_shape(dtype: str) -> None:
 
 
 LONGER = r"var_obs: .*, or a longer array of one repeated, unmasked value, got \(10,\)"
+ZERO, REAL = np.zeros((2, 4)), "expected real numbers, got an array of"
+# Observations, their variances, and the error.
+OBSERVATIONS: list[tuple[Any, Any, type[Exception], str]] = [
+    (np.zeros((2, 3)), 0.1, ValueError, r"mu_obs: expected shape \(2, 4\), .*, got \(2, 3\)"),
+    (np.zeros((3, 4)), 0.1, ValueError, r"mu_obs: expected shape \(2, 4\), .*, got \(3, 4\)"),
+    (0.5, 0.1, ValueError, r"mu_obs: expected shape \(2, 4\), .*, got \(\)"),
+    (np.zeros(7), 0.1, ValueError, r"mu_obs: expected shape \(2, 4\), .*, got \(7,\)"),
+    (np.zeros(16), np.ones(16), ValueError, r"mu_obs: expected shape \(2, 4\), .*, got \(16,\)"),
+    (np.zeros(0), np.ones(0), ValueError, r"mu_obs: expected shape \(2, 4\), .*, got \(0,\)"),
+    (ZERO, np.ones(3), ValueError, r"var_obs: expected shape \(2, 4\), .*, got \(3,\)"),
+    (ZERO, np.arange(9), ValueError, r"var_obs: expected shape \(2, 4\), .*, got \(9,\)"),
+    (ZERO, np.ma.masked_less([0.1] * 9 + [0], 0.1), ValueError, LONGER),
+    (ZERO, [0.1] * 9 + [0.2], ValueError, LONGER),
+    (ZERO, -0.1, ValueError, "var_obs: variances must be at least 0, got -0.1"),
+    (ZERO, np.nan, ValueError, "var_obs: variances must be at least 0, got nan"),
+    *[(*pair, TypeError, f"{which}: {REAL}")
+        for values in (
+            np.zeros((2, 4), complex),
+            [["a"] * 4] * 2,
+            np.ma.array([["a"] * 4] * 2, mask=MASK),
+            np.ma.array([["a"] * 4] * 2, mask=MASK).astype("S"),
+            np.ma.array(np.zeros((2, 4), "m8[s]"), mask=MASK),
+            None,
+        )
+        for pair, which in (((values, 0.1), "mu_obs"), ((ZERO, values), "var_obs"))],
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("y", "errors", "message"),
-    [
-        (np.zeros((2, 3)), 0.1, r"mu_obs: expected shape \(2, 4\), .*, got \(2, 3\)"),
-        (np.zeros((3, 4)), 0.1, r"mu_obs: expected shape \(2, 4\), .*, got \(3, 4\)"),
-        (0.5, 0.1, r"mu_obs: expected shape \(2, 4\), .*, got \(\)"),
-        (np.zeros(7), 0.1, r"mu_obs: expected shape \(2, 4\), .*, got \(7,\)"),
-        (np.zeros(16), np.ones(16), r"mu_obs: expected shape \(2, 4\), .*, got \(16,\)"),
-        (np.zeros(0), np.ones(0), r"mu_obs: expected shape \(2, 4\), .*, got \(0,\)"),
-        (np.zeros((2, 4)), np.ones(3), r"var_obs: expected shape \(2, 4\), .*, got \(3,\)"),
-        (np.zeros((2, 4)), np.arange(9), r"var_obs: expected shape \(2, 4\), .*, got \(9,\)"),
-        (np.zeros((2, 4)), np.ma.masked_less([0.1] * 9 + [0], 0.1), LONGER),
-        (np.zeros((2, 4)), [0.1] * 9 + [0.2], LONGER),
-        (np.zeros((2, 4)), -0.1, "var_obs: variances must be at least 0, got -0.1"),
-        (np.zeros((2, 4)), np.nan, "var_obs: variances must be at least 0, got nan"),
-    ],
-)
-def test_update_rejects_invalid_observations(y: Any, errors: Any, message: str) -> None:
+@for_each("y errors error message", OBSERVATIONS)
+def test_update_rejects_invalid_observations(
+    y: Any, errors: Any, error: type[Exception], message: str
+) -> None:
     deltas = nn.BaseDeltaStates()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         nn.OutputUpdater().update(states(), y, errors, deltas)
     assert deltas.mean is None
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        np.zeros((2, 4), complex),
-        [["a"] * 4] * 2,
-        np.ma.array([["a"] * 4] * 2, mask=MASK),
-        np.ma.array([["a"] * 4] * 2, mask=MASK).astype("S"),
-        np.ma.array(np.zeros((2, 4), "m8[s]"), mask=MASK),
-        None,
-    ],
-)
-def test_update_raises_type_error_for_observations_that_are_not_real(values: Any) -> None:
-    with pytest.raises(TypeError, match="mu_obs: expected real numbers, got an array of"):
-        nn.OutputUpdater().update(states(), values, 0.1, nn.BaseDeltaStates())
-    with pytest.raises(TypeError, match="var_obs: expected real numbers, got an array of"):
-        nn.OutputUpdater().update(states(), np.zeros((2, 4)), values, nn.BaseDeltaStates())
+def update_selected(indices: Any) -> None:
+    nn.OutputUpdater().update_using_indices(
+        states(), [0.1, 0.2], 0.1, indices, nn.BaseDeltaStates()
+    )
 
 
-@pytest.mark.parametrize(
-    ("indices", "message"),
-    [
-        ([[0], [1]], "indices must be from 1 to 4, the number of outputs, got 0 to 1"),
-        ([[1], [5]], "indices must be from 1 to 4, the number of outputs, got 1 to 5"),
-        ([1, 2, 3], r"expected shape \(2, k\), or the same elements flat, got \(3,\)"),
-        ([[1.5], [2]], "indices must be integers"),
-        ([[np.nan], [2]], "indices must be integers"),
-        ([[1, 2], [2, 3]], r"mu_obs: expected shape \(2, 2\), .*got \(2,\)"),
-    ],
-)
-def test_update_using_indices_rejects_invalid_indices(indices: Any, message: str) -> None:
+def update_heteros(outputs: int, y: np.ndarray) -> None:
+    nn.OutputUpdater().update_heteros(states(2, outputs), y, nn.BaseDeltaStates())
+
+
+# Other updates with invalid arguments.
+UPDATES: list[tuple[Callable[[], None], str]] = [
+    *[(lambda indices=indices: update_selected(indices), words)
+        for indices, words in (
+            ([[0], [1]], "indices must be from 1 to 4, the number of outputs, got 0 to 1"),
+            ([[1], [5]], "indices must be from 1 to 4, the number of outputs, got 1 to 5"),
+            ([1, 2, 3], r"expected shape \(2, k\), or the same elements flat, got \(3,\)"),
+            ([[1.5], [2]], "indices must be integers"),
+            ([[np.nan], [2]], "indices must be integers"),
+            ([[1, 2], [2, 3]], r"mu_obs: expected shape \(2, 2\), .*got \(2,\)"),
+        )],
+    (lambda: update_heteros(3, np.zeros(2)), r"expected an even number of outputs .* got 3"),
+    (lambda: update_heteros(4, ZERO), r"mu_obs: expected shape \(2, 2\)"),
+]  # fmt: skip
+
+
+@for_each("call message", UPDATES)
+def test_other_updates_reject_invalid_arguments(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        nn.OutputUpdater().update_using_indices(
-            states(), [0.1, 0.2], 0.1, indices, nn.BaseDeltaStates()
-        )
+        call()
 
 
-def test_update_heteros_rejects_an_odd_number_of_outputs() -> None:
-    with pytest.raises(ValueError, match=r"expected an even number of outputs .* got 3"):
-        nn.OutputUpdater().update_heteros(states(2, 3), np.zeros(2), nn.BaseDeltaStates())
-    with pytest.raises(ValueError, match=r"mu_obs: expected shape \(2, 2\)"):
-        nn.OutputUpdater().update_heteros(states(2, 4), np.zeros((2, 4)), nn.BaseDeltaStates())
-
-
-@pytest.mark.parametrize("name", ["variance", "slope"])
+@for_each("name", ["variance", "slope"])
 def test_update_raises_value_error_if_an_array_of_the_outputs_is_too_short(name: str) -> None:
     net = nn.Sequential(nn.Linear(3, 400), nn.ReLU())
     net(np.ones((2, 3)))

@@ -4,7 +4,6 @@ import functools
 import re
 import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,23 +38,18 @@ def test_metrics_accept_flat_arrays_and_reject_other_sizes() -> None:
     assert metric.mse(A, 0.5) == pytest.approx(np.mean((A - 0.5) ** 2))
     assert metric.log_likelihood(A, B, 0.3) == metric.log_likelihood(A, B, np.full((1, 1), 0.3))
     assert metric.classification_error([[1], [2]], [1, 3]) == 0.5
-    for call in (lambda: metric.mse(A, B[:6]), lambda: metric.rmse(A.reshape(3, 4), B[:4])):
-        with pytest.raises(ValueError, match="mse: expected arrays of one shape"):
+    rows, columns = A.reshape(6, 2), B.reshape(2, 6)
+    for call, words in (
+        (lambda: metric.mse(A, B[:6]), "mse: expected arrays of one shape"),
+        (lambda: metric.rmse(A.reshape(3, 4), B[:4]), "mse: expected arrays of one shape"),
+        (lambda: metric.mse(rows, columns), r"prediction \(6, 2\), observation \(2, 6\)"),
+        (lambda: metric.log_likelihood(A, B, S[:3]), r"observation \(12,\), std \(3,\)"),
+        (lambda: metric.log_likelihood(0.0, rows, columns), r"\(6, 2\), std \(2, 6\)"),
+        (lambda: metric.classification_error([1, 2, 3], [1, 2]), r"shape \(3,\), .* got \(2,\)"),
+        (lambda: metric.classification_error(rows, rows.T), r"shape \(6, 2\), .* got \(2, 6\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
             call()
-    with pytest.raises(ValueError, match=r"prediction \(12,\), observation \(12,\), std \(3,\)"):
-        metric.log_likelihood(A, B, S[:3])
-    with pytest.raises(ValueError, match=r"expected labels of shape \(3,\), .* got \(2,\)"):
-        metric.classification_error([1, 2, 3], [1, 2])
-
-
-def test_metrics_require_samples_first_in_both_arrays() -> None:
-    pair = A.reshape(6, 2), B.reshape(2, 6)
-    with pytest.raises(ValueError, match=r"mse: .* got prediction \(6, 2\), observation \(2, 6\)"):
-        metric.mse(*pair)
-    with pytest.raises(ValueError, match=r"log_likelihood: .*observation \(6, 2\), std \(2, 6\)"):
-        metric.log_likelihood(0.0, *pair)
-    with pytest.raises(ValueError, match=r"expected labels of shape \(2, 3\), .* got \(3, 2\)"):
-        metric.classification_error(np.ones((2, 3)), np.ones((3, 2)))
 
 
 def test_metrics_ignore_masked_elements() -> None:
@@ -108,6 +102,24 @@ def test_image_loaders_return_pixels_and_labels(tmp_path: Path) -> None:
             equal(y, classes[:count])
 
 
+def test_image_loaders_reject_files_of_another_format(tmp_path: Path) -> None:
+    (images, labels, _), (file, _), utils = mnist(tmp_path), cifar(tmp_path), tagi.Utils()
+    (tmp_path / "two").mkdir()
+    _, two, _ = mnist(tmp_path / "two", count=2)
+    with pytest.raises(ValueError, match=r"expected 3 labels for .* got 2"):
+        utils.load_mnist_images(images, two, 0)
+    with pytest.raises(FileNotFoundError):
+        utils.load_mnist_images(tmp_path / "none", labels, 0)
+    data = images.read_bytes(), file.read_bytes()
+    for change in (lambda data: data[:-1], lambda data: b"", lambda data: b"PNG" * 9):
+        for path, content in zip((images, file), data, strict=True):
+            path.write_bytes(change(content))
+        with pytest.raises(ValueError, match="images: expected a complete MNIST file"):
+            utils.load_mnist_images(images, labels, 0)
+        with pytest.raises(ValueError, match=r"batch\.bin: expected CIFAR-10"):
+            utils.load_cifar_images(file, 0)
+
+
 @pytest.mark.slow
 def test_image_loaders_equal_pytagi(tmp_path: Path) -> None:
     images, labels, _ = mnist(tmp_path)
@@ -116,30 +128,6 @@ def test_image_loaders_equal_pytagi(tmp_path: Path) -> None:
         result = utils.load_mnist_images(*mnist, 2), utils.load_cifar_images(cifar, 2)
     """
     equal_programs(program, 1e-6, mnist=[str(images), str(labels)], cifar=str(cifar(tmp_path)[0]))
-
-
-@pytest.mark.parametrize(
-    "change", [lambda data: data[:-1], lambda data: b"", lambda data: b"PNG" * 9]
-)
-def test_image_loaders_reject_files_of_another_format(tmp_path: Path, change: Any) -> None:
-    images, labels, _ = mnist(tmp_path)
-    file, _ = cifar(tmp_path)
-    for path in (images, file):
-        path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ValueError, match="images: expected a complete MNIST file"):
-        tagi.Utils().load_mnist_images(images, labels, 0)
-    with pytest.raises(ValueError, match=r"batch\.bin: expected CIFAR-10"):
-        tagi.Utils().load_cifar_images(file, 0)
-
-
-def test_load_mnist_images_rejects_a_different_number_of_labels(tmp_path: Path) -> None:
-    images, _, _ = mnist(tmp_path)
-    (tmp_path / "two").mkdir()
-    _, labels, _ = mnist(tmp_path / "two", count=2)
-    with pytest.raises(ValueError, match=r"expected 3 labels for .* got 2"):
-        tagi.Utils().load_mnist_images(images, labels, 0)
-    with pytest.raises(FileNotFoundError):
-        tagi.Utils().load_mnist_images(tmp_path / "none", labels, 0)
 
 
 WINDOWS = [((20, 1), [0], 5, 1, 1), ((20, 3), [1], 4, 2, 2), ((11, 2), [0], 3, 3, 4)]
@@ -204,14 +192,10 @@ def test_normalizer_inverts_its_scaling() -> None:
     equal(scale.max_min_unnorm_std(np.ones(4), largest, smallest), largest - smallest, rtol=1e-7)
     with pytest.raises(ValueError, match="expected max_value >= min_value"):
         scale.max_min_norm(data, smallest, largest)
-
-
-def test_normalizer_ignores_masked_elements() -> None:
-    data, hole = np.ma.masked_less(np.arange(12.0).reshape(6, 2), 3), np.arange(12.0).reshape(6, 2)
-    hole[hole < 3] = np.nan
-    for scale in (tagi.Normalizer.compute_mean_std, tagi.Normalizer.compute_max_min):
-        equal(scale(data), scale(hole))
-        equal(scale(list(data)), scale(hole))
+    masked = np.ma.masked_invalid(data)
+    for compute in (scale.compute_mean_std, scale.compute_max_min):
+        equal(compute(masked), compute(data))
+        equal(compute([*masked]), compute(data))
 
 
 def test_cuda_queries_return_false_without_a_driver() -> None:

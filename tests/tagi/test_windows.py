@@ -1,10 +1,10 @@
 """Window kernels, compared with NumPy, and their adjoints."""
 
 import numpy as np
-import pytest
 
 from flashlight_py.tagi import windows as module
 from flashlight_py.tagi.windows import Windows
+from tests.tables import for_each
 from tests.tagi.helpers import equal, in_numpy, needs_kernels
 
 F = np.float32
@@ -25,8 +25,8 @@ def images(over: Windows, rng: np.random.Generator, first: bool) -> np.ndarray:
 
 
 @needs_kernels
-@pytest.mark.parametrize("over", ALL)
-@pytest.mark.parametrize("first", [False, True])
+@for_each("over", ALL)
+@for_each("first", [False, True])
 def test_patches_kernels_equal_numpy(over: Windows, first: bool) -> None:
     """Bitwise, for means only, with squares, with variances, and backward."""
     rng = np.random.default_rng(0)
@@ -46,8 +46,8 @@ def test_patches_kernels_equal_numpy(over: Windows, first: bool) -> None:
         equal(back, expected)
 
 
-@pytest.mark.parametrize("over", ALL)
-@pytest.mark.parametrize("columns", [1, 40, 10_000])
+@for_each("over", ALL)
+@for_each("columns", [1, 40, 10_000])
 def test_add_patches_is_the_adjoint_of_patches(over: Windows, columns: int) -> None:
     """<patches(x), y> == <x, add_patches(y)>, over chunks that cover all windows."""
     rng = np.random.default_rng(1)
@@ -66,8 +66,8 @@ def test_add_patches_is_the_adjoint_of_patches(over: Windows, columns: int) -> N
 
 
 @needs_kernels
-@pytest.mark.parametrize("over", ALL)
-@pytest.mark.parametrize("first", [False, True])
+@for_each("over", ALL)
+@for_each("first", [False, True])
 def test_sum_windows_kernel_equals_numpy(over: Windows, first: bool) -> None:
     """Bitwise, including the adjoint."""
     rng = np.random.default_rng(2)
@@ -82,8 +82,8 @@ def test_sum_windows_kernel_equals_numpy(over: Windows, first: bool) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("over", [over for over in ALL if over.after < over.kernel])
-@pytest.mark.parametrize("first", [False, True])
+@for_each("over", [over for over in ALL if over.after < over.kernel])
+@for_each("first", [False, True])
 def test_largest_kernel_equals_numpy(over: Windows, first: bool) -> None:
     """Includes ties and NaN; backward results differ by rounding."""
     rng = np.random.default_rng(3)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.tables import for_each
 from tests.tape.steps import compare, trained, training
 
 X = (np.random.default_rng(0).random((24, 6, 4)) * 2 - 1).astype(np.float32)
@@ -41,7 +42,7 @@ FORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@for_each("form", FORMS)
 def test_capture_supports_argument_forms(form: str) -> None:
     compare(lambda: several, map(FORMS[form], X[:8]))
 
@@ -52,7 +53,7 @@ ALIASES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("step", ALIASES.values(), ids=ALIASES)
+@for_each("step", ALIASES.values(), ALIASES)
 def test_arguments_may_share_memory(step: Callable[..., Any]) -> None:
     apart = [(X[i][:-1].copy(), X[i + 5][1:].copy()) for i in range(5)]
     same = [(array, array) for array in X[10:15, :5].copy()]
@@ -61,7 +62,7 @@ def test_arguments_may_share_memory(step: Callable[..., Any]) -> None:
     compare(lambda: step, [*same, *apart, *same], eager=11)
 
 
-@pytest.mark.parametrize("is_first", [False, True])
+@for_each("is_first", [False, True])
 def test_argument_may_be_a_parameter(is_first: bool) -> None:
     def make() -> Any:
         weight = fl.param(np.arange(4.0))
@@ -86,7 +87,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@for_each("change", CHANGES.values(), CHANGES)
 def test_argument_may_be_modified_state(change: Callable[[Any, Any], Any]) -> None:
     def make() -> Any:
         state = np.arange(6.0)
@@ -158,7 +159,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Any], int]] = {
 }
 
 
-@pytest.mark.parametrize(("step", "calls", "eager"), CALLS.values(), ids=CALLS)
+@for_each("step calls eager", CALLS.values(), CALLS)
 def test_capture_supports_arguments(step: Callable[..., Any], calls: list[Any], eager: int) -> None:
     compare(lambda: step, calls, eager=eager)
 
@@ -190,7 +191,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_unsupported_arguments_stay_eager(name: str) -> None:
     step, argument, reason = REFUSED[name]
     compare(lambda: step, [(argument,)] * 4, reason=f"argument 0 {reason}")
@@ -205,7 +206,7 @@ class Trained:
         return iter((self.model, self.optimizer))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "kind", [lambda *parts: parts, lambda *parts: Trained(model=parts[0], optimizer=parts[1])]
 )
 def test_objects_in_arguments_are_state(kind: Callable[..., Any]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
+from tests.tables import for_each
 from tests.tape.steps import compare, trained, training
 
 GENERATOR = np.random.default_rng(0)
@@ -34,7 +35,7 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
+@for_each("read", READS)
 def test_reading_a_value_stays_eager_and_names_the_line(read: str) -> None:
     reason = rf'test_leaving\.py:\d+ \("{read}": lambda loss, x:'
     compare(partial(trained, READS[read]), X[:6], reason=reason)
@@ -156,7 +157,7 @@ REASONS: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REASONS)
+@for_each("case", REASONS)
 def test_capture_reports_the_reason_to_stay_eager(case: str) -> None:
     make, reason = REASONS[case]
     compare(make, X[:10], reason=reason)
@@ -191,7 +192,7 @@ ALONE: dict[str, tuple[Callable[..., Any], list[Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("step", "calls", "reason"), ALONE.values(), ids=ALONE)
+@for_each("step calls reason", ALONE.values(), ALONE)
 def test_varying_steps_report_the_reason(step: Any, calls: list[Any], reason: str) -> None:
     captured = fl.capture(step)
     with pytest.warns(RuntimeWarning, match=reason):
@@ -203,7 +204,7 @@ def test_varying_steps_report_the_reason(step: Any, calls: list[Any], reason: st
 # Errors -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [(), (fl.nn.Dropout(0.5),)])
+@for_each("layers", [(), (fl.nn.Dropout(0.5),)])
 def test_value_checks_raise_in_replays(layers: tuple[Any, ...]) -> None:
     criterion = fl.nn.CategoricalCrossEntropy()
 
@@ -233,7 +234,7 @@ DRAWN: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", DRAWN)
+@for_each("case", DRAWN)
 def test_checks_of_random_values_raise_in_replays(case: str) -> None:
     """The generator has changed before the check, so that the replay cannot restart."""
     function, raised = DRAWN[case]
@@ -266,13 +267,13 @@ def test_exception_in_a_recording_restores_the_state() -> None:
     compare(partial(trained, read), X[:10], change, raises="stop", eager=2)
 
 
-@pytest.mark.parametrize("is_checked", [False, True])
-@pytest.mark.parametrize("is_late", [False, True])
+@for_each("is_checked", [False, True])
+@for_each("is_late", [False, True])
 def test_failed_replay_keeps_gradients(is_late: bool, is_checked: bool) -> None:
     """A gradient is None if the failed replay has not computed it."""
 
     def make() -> Any:
-        params = [fl.param(np.full((300, 300), 0.1 * number)) for number in range(3)]
+        params = [fl.param(np.full((64, 64), 0.1 * number)) for number in range(3)]
 
         def step(x: np.ndarray, matrix: np.ndarray, index: np.ndarray) -> Any:
             out = fl.input(x)
@@ -286,7 +287,7 @@ def test_failed_replay_keeps_gradients(is_late: bool, is_checked: bool) -> None:
 
         return step, params
 
-    x = np.random.default_rng(0).random((300, 300))
+    x = np.random.default_rng(0).random((64, 64))
     calls = [(x, np.eye(2) * (number % 3 != 2), np.arange(9)) for number in range(6)]
     compare(make, calls, raises="Sing", eager=3)
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
 import flashlight_py as fl
+from tests.tables import for_each
 from tests.tape.steps import compare
 
 X = np.random.default_rng(0).random((30, 4, 3))
@@ -159,7 +159,7 @@ VALUES: list[Any] = [1.0, 5.0, True, 1, 2**40, "7", None, -0.0, 0.0, np.float32(
 CONTAINERS = "last item", "length", "set", "replaced method", "missing attribute"
 
 
-@pytest.mark.parametrize("where", [x for x in read_and_write() if x not in CONTAINERS])
+@for_each("where", [x for x in read_and_write() if x not in CONTAINERS])
 def test_changed_number_is_recorded_again(where: str) -> None:
     """Each value is recorded once, even if it returns as another object."""
 
@@ -173,7 +173,7 @@ def test_changed_number_is_recorded_again(where: str) -> None:
     compare(make, [*X, *X], change, eager=len(VALUES))
 
 
-@pytest.mark.parametrize("where", CONTAINERS)
+@for_each("where", CONTAINERS)
 def test_changed_container_is_recorded_again(where: str) -> None:
     def make() -> Any:
         read, write = read_and_write()[where]
@@ -186,7 +186,7 @@ def test_changed_container_is_recorded_again(where: str) -> None:
     compare(make, X, change, eager=4 - (where == "set"))
 
 
-@pytest.mark.parametrize("where", read_and_write())
+@for_each("where", read_and_write())
 def test_value_that_changes_in_every_call_stays_eager(where: str) -> None:
     def make() -> Any:
         read, write = read_and_write()[where]
@@ -342,7 +342,7 @@ PACKAGE = {"scaler": 1, "scaler that is not enabled": 2, "autocast": 2, "autocas
            "learning rate": 1, "schedule": 5, "dropout": 3, "clip": 3, "average": 3}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", PACKAGE)
+@for_each("case", PACKAGE)
 def test_numbers_of_package_objects_are_compared(case: str) -> None:
     def make() -> Any:
         return read_by_the_package()[case]

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import flashlight_py as fl
 from tests.tape.steps import compare
 
-FEW = int(os.environ.get("EXAMPLES", "150"))
-MANY = pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])
+FEW = int(os.environ.get("EXAMPLES", "40"))
+MANY = pytest.param(1200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])
 
 
 def words(text: str) -> list[str]:

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.parallel import functional
+from flashlight_py.parallel import fully_sharded, functional
 from tests.distributed.harness import run_outcomes, run_ranks
-from tests.launch.launcher import launch, write
+from tests.tables import for_each
 from tests.tape.steps import assert_same_bits, compare, regression, training
 
 STEPS = 12
+WIDE = 400_000  # of a model that is sharded on a host
 
 
 def data(rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -89,11 +90,12 @@ def enter_and_leave(number: int, model: Any, stack: contextlib.ExitStack) -> Non
 
 
 def sharded(
-    divide: Callable[[Any], Any], optimizer_of: Any, limit: float = 0, in_group: bool = False
-) -> Callable[[], Any]:
+    divide: Callable[[Any], Any], optimizer_of: Any, limit: float = 0, in_group: bool = False,
+    width: int = 4000,
+) -> Callable[[], Any]:  # fmt: skip
     def make() -> Any:
         fl.set_seed(0)
-        layers = fl.nn.Linear(6, 400_000), fl.nn.ReLU(), fl.nn.Linear(400_000, 3)
+        layers = fl.nn.Linear(6, width), fl.nn.ReLU(), fl.nn.Linear(width, 3)
         model = fl.nn.Sequential(*layers)
         divide(model)
         optimizer = optimizer_of(model.params(), 0.01)
@@ -112,9 +114,9 @@ def images(sync: bool = False) -> fl.nn.Sequential:
     return nn.Sequential(*ends)
 
 
-def with_buffers(kinds: tuple[str, ...], is_sharded: bool) -> fl.nn.Sequential:
-    """Return a small or shardable model with BatchNorm, dropout or both."""
-    nn, width = fl.nn, 400_000 if is_sharded else 9
+def with_buffers(kinds: tuple[str, ...], width: int) -> fl.nn.Sequential:
+    """Return a model with BatchNorm, dropout or both."""
+    nn = fl.nn
     dropout = [nn.Dropout(0.2)] if "dropout" in kinds else []
     norm = [nn.BatchNorm(3)] if "norm" in kinds else []
     return nn.Sequential(nn.Linear(6, width), nn.ReLU(), *dropout, nn.Linear(width, 3), *norm)
@@ -219,7 +221,7 @@ def beside_bytes(divide: Callable[[Any], Any]) -> Callable[[], Any]:
     """Return a module with a buffer that is sent and that programs do not support."""
 
     def model() -> fl.nn.Sequential:
-        result = with_buffers(("norm",), False)
+        result = with_buffers(("norm",), 9)
         result[3].add_buffer("seen", np.zeros(2, ">f4"))
         return result
 
@@ -263,7 +265,7 @@ CASES = {
     "leaves": Case(
         of_layers(partial(network, 9), in_leaves), data=lambda rank: data(7), sizes=(1, 2, 3)
     ),
-    "no_sync of shards": Case(accumulating(fl.fully_shard, 400_000), data=few),
+    "no_sync of shards": Case(accumulating(fl.fully_shard, 4000), data=few),
     "no_sync at times": Case(
         accumulating(fl.distribute_module_grads, 9),
         eager=3,
@@ -271,13 +273,16 @@ CASES = {
     ),
     "no_sync around a step": Case(with_stack, change=enter_and_leave, eager=2),
     "fully_shard": Case(sharded(fl.fully_shard, ADAM), data=few),
-    "fully_shard, novograd": Case(sharded(fl.fully_shard, NOVOGRAD), data=few),
+    "fully_shard, wide": Case(sharded(fl.fully_shard, ADAM, width=WIDE), data=few),
+    "fully_shard, wide, novograd": Case(sharded(fl.fully_shard, NOVOGRAD, width=WIDE), data=few),
     "shard_linear": Case(sharded(cut, ADAM), data=lambda rank: few(0)),
     "fully_shard, clipped": Case(sharded(fl.fully_shard, ADAM, 0.1), data=few),
     "clipped in a group": Case(
         sharded(fl.distribute_module_grads, ADAM, 0.1, in_group=True), data=few
     ),
-    "shard_linear, novograd": Case(sharded(cut, NOVOGRAD), data=lambda rank: few(0)),
+    "shard_linear, wide, novograd": Case(
+        sharded(cut, NOVOGRAD, width=WIDE), data=lambda rank: few(0)
+    ),
     **{
         f"{name}, {divide.__name__}": Case(
             of_layers(model, divide),
@@ -292,7 +297,9 @@ CASES = {
     },
     **{
         f"{' and '.join(kinds)}, {divide.__name__}": Case(
-            of_layers(partial(with_buffers, kinds, divide is fl.fully_shard), divide),
+            of_layers(
+                partial(with_buffers, kinds, 4000 if divide is fl.fully_shard else 9), divide
+            ),
             data=few,
             sizes=(1, 2),
         )
@@ -333,19 +340,26 @@ CASES = {
 
 def alike(rank: int, size: int, name: str) -> None:
     make, reason, change, eager, calls, *_ = CASES[name]
-    compare(make, calls(rank), change, reason=reason, eager=eager)
+    with mock.patch.object(fully_sharded, "SMALL_BYTES", 0 if "wide" not in name else 12 << 20):
+        compare(make, calls(rank), change, reason=reason, eager=eager)
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
+    ("backend", "size", "is_slow"),
     [
-        pytest.param(name, size, marks=[pytest.mark.slow] * ("novograd" in name))
-        for name, case in CASES.items()
-        for size in case.sizes
+        *[("shm", 1, False), ("shm", 2, False), ("shm", 3, False), ("gloo", 3, False)],
+        pytest.param("shm", 2, True, marks=pytest.mark.slow),
     ],
 )
-def test_captured_step_of_ranks_equals_eager(name: str, size: int, pool: Any) -> None:
-    pool(size, params={"BACKEND": CASES[name].backend}).run(alike, name)
+def test_captured_steps_of_ranks_equal_eager(
+    backend: str, size: int, is_slow: bool, pool: Any
+) -> None:
+    names = [
+        (name,)
+        for name, case in CASES.items()
+        if size in case.sizes and case.backend == backend and is_slow == ("wide" in name)
+    ]
+    pool(size, params={"BACKEND": backend}).run_each(alike, names)
 
 
 def all_verbs(rank: int, size: int) -> None:
@@ -395,9 +409,9 @@ def one_rank_stays_eager(rank: int, size: int) -> None:
     assert_same_bits(model.state_dict(), expected.state_dict())
 
 
-@pytest.mark.parametrize("program", [all_verbs, joined, one_row_per_rank, one_rank_stays_eager])
-def test_captured_step_of_two_ranks_equals_eager(program: Callable[..., None]) -> None:
-    run_ranks(program, 2)
+@for_each("program", [all_verbs, joined, one_row_per_rank, one_rank_stays_eager])
+def test_captured_step_of_two_ranks_equals_eager(program: Callable[..., None], pool: Any) -> None:
+    pool(2, params={"BACKEND": "shm"}).run(program)
 
 
 def lose_a_peer(rank: int, size: int) -> str:
@@ -442,60 +456,8 @@ def test_replay_reduces_over_the_current_world(tmp_path: Path) -> None:
     run_ranks(replay_after_shutdown, 2, str(tmp_path))
 
 
-@pytest.mark.parametrize("run", [partial(profile_replays, 0), partial(run_ranks, profile_replays)])
-def test_profile_of_a_replay_has_its_collectives(run: Any, tmp_path: Path) -> None:
-    run(1 + (run.func is run_ranks), str(tmp_path / "trace.json"))
-    assert "all_reduce" in (tmp_path / "trace.json").read_text(encoding="utf-8")
-
-
-# Trains from the last checkpoint. A rank kills itself before it replays step 12.
-PROGRAM = """
-import os, signal, sys
-import numpy as np
-import flashlight_py as fl
-
-folder, is_captured = sys.argv[1], sys.argv[2] == "captured"
-fl.distributed_init()
-fl.set_seed(0)
-layers = fl.nn.Linear(4, 9), fl.nn.ReLU(), fl.nn.Dropout(0.2), fl.nn.Linear(9, 1)
-model = fl.nn.Sequential(*layers)
-fl.broadcast_parameters(model)
-fl.distribute_module_grads(model)
-optimizer = fl.optim.AdamOptimizer(model.params(), 0.01)
-criterion = fl.nn.MeanSquaredError()
-
-def step(x, y):
-    optimizer.zero_grad()
-    criterion(model(fl.input(x)), fl.no_grad(y)).backward()
-    optimizer.step()
-
-if is_captured:
-    step = fl.capture(step)
-checkpoint = fl.load(folder, module=model, optimizer=optimizer, rng=True)
-first = 0 if checkpoint is None else checkpoint.step
-is_again = os.environ["FLASHLIGHT_RESTART_COUNT"] != "0"
-assert is_again == (is_captured and first == 10)
-for number in range(first, 20):
-    random = np.random.default_rng([fl.get_world_rank(), number])
-    if is_captured and number == 12 and fl.get_world_rank() == 1 and not is_again:
-        assert step.replays == 11
-        os.kill(os.getpid(), signal.SIGKILL)
-    step(random.random((5, 4), np.float32), random.random((5, 1), np.float32))
-    if number == 9:
-        fl.save(folder, module=model, optimizer=optimizer, rng=True, step=10)
-assert not is_captured or step.replays == 9
-if fl.get_world_rank() == 0:
-    np.savez(f"{folder}.npz", **model.state_dict())
-"""
-
-
-def test_restarted_job_captures_again(tmp_path: Path) -> None:
-    script = write(tmp_path, PROGRAM)
-    results = []
-    for method in ("eager", "captured"):
-        done = launch("-n", 2, "--max-restarts", 1, script, tmp_path / method, method)
-        assert done.returncode == 0, done.stderr
-        assert ("was killed by SIGKILL" in done.stderr) == (method == "captured")
-        with np.load(f"{tmp_path / method}.npz") as saved:
-            results.append({name: saved[name].tobytes() for name in saved.files})
-    assert results[0] == results[1]
+@for_each("size", [1, 2])
+def test_profile_of_a_replay_has_its_collectives(size: int, tmp_path: Path, pool: Any) -> None:
+    path = tmp_path / f"{size}.json"
+    pool(size, params={"BACKEND": "shm"}).run(profile_replays, str(path))
+    assert "all_reduce" in path.read_text(encoding="utf-8")

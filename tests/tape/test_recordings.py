@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.tables import for_each
 from tests.tape.steps import assert_same_bits, compare, trained
 
 X = np.random.default_rng(0).random((30, 4, 3))
@@ -69,7 +70,7 @@ def test_capture_raises_type_error_for_invalid_arguments() -> None:
             step()
 
 
-@pytest.mark.parametrize("raises", [False, True])
+@for_each("raises", [False, True])
 def test_stand_ins_are_replaced_after_the_recording(raises: bool) -> None:
     history: Any = deque()
     weight = fl.param(np.ones(3))
@@ -192,7 +193,7 @@ def test_captured_methods_keep_no_instance_alive() -> None:
     assert Trainer.plain.programs == []
 
 
-@pytest.mark.parametrize("check", [False, True])
+@for_each("check", [False, True])
 def test_cyclic_captured_step_is_collected(check: bool) -> None:
     trainer = Trainer()
     trainer.bound = fl.capture(trainer.one_step, check=check)
@@ -354,6 +355,7 @@ def press_ctrl_c_in_each_line() -> None:
         assert captured.replays == 2, (at, captured.reason)
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_interrupt_recording_setup() -> None:
     # A new process: Python 3.11 cannot trace a process that keeps an exception of an ended thread.
     program = "from tests.tape import test_recordings as t; t.press_ctrl_c_in_each_line()"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.tables import for_each
 from tests.tape.steps import assert_same_bits, compare, trained, training
 
 X = np.random.default_rng(0).random((30, 4, 3))
@@ -254,8 +255,8 @@ FOUND: dict[Callable[[], Any], int] = {
 }
 
 
-@pytest.mark.parametrize("check", [False, True])
-@pytest.mark.parametrize("make", FOUND)
+@for_each("check", [False, True])
+@for_each("make", FOUND)
 def test_state_is_found_through_names(make: Callable[[], Any], check: bool) -> None:
     compare(make, X.copy(), eager=FOUND[make] + 3 * check, check=check)
 
@@ -268,7 +269,7 @@ def test_meters_are_part_of_the_state() -> None:
     compare(of_meters, X, change)
 
 
-@pytest.mark.parametrize("make", [returned_gradients, of_any_object_that_is_named])
+@for_each("make", [returned_gradients, of_any_object_that_is_named])
 def test_returned_arrays_are_not_overwritten(make: Callable[[], Any]) -> None:
     calls = [x if number % 7 < 5 else x[:, :1] for number, x in enumerate(X)]
     captured = compare(make, calls, named=True, eager=None, stays=True)
@@ -318,7 +319,7 @@ class Scaled(fl.nn.Module):
 NAMES = "function tuple item object attribute array none length variable module default"
 
 
-@pytest.mark.parametrize("case", NAMES.split())
+@for_each("case", NAMES.split())
 def test_names_lead_to_objects(case: str) -> None:
     three, other = np.full(3, 3.0), fl.param(np.full(3, 3.0))
 
@@ -390,7 +391,7 @@ STRUCTURE: dict[str, tuple[Callable[[Any, Any, Any], Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", STRUCTURE)
+@for_each("case", STRUCTURE)
 def test_structural_change_is_recorded_again(case: str) -> None:
     def change(number: int, model: Any, optimizer: Any) -> None:
         HISTORY.append(number)
@@ -449,7 +450,7 @@ GRADIENTS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("step", GRADIENTS.values(), ids=GRADIENTS)
+@for_each("step", GRADIENTS.values(), GRADIENTS)
 def test_replaced_gradients_are_replayed(step: Callable[..., Any]) -> None:
     kept: list[Any] = []  # keeps the addresses distinct
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from harness.environments import PEERS, ROOT, python_of
+from tests.distributed.jobs import free_port
 
 
 def interpreter() -> str:
@@ -20,12 +20,6 @@ def interpreter() -> str:
     if isinstance(python, str):
         pytest.skip(f"needs torch: {python}")
     return str(python)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class RanksFailedError(AssertionError):

@@ -7,15 +7,17 @@ import pytest
 
 # Program, number of ranks, arguments ("file" is a file in a new folder), and result per rank.
 slow = pytest.mark.slow
-DONE = [
-    *(("again_at_a_file", 3, ["file"], [3.0] * 3), ("by_method", 2, ["env://"], 2.0)),
-    *(("by_store", 3, [kind, "file"], 3) for kind in ("tcp", "file", "prefix")),
-    *(("by_store", 1, ["hash", "file"], 1), ("in_our_world", 3, ["file"], [3.0] * 3)),
+DONE: list[Any] = [
+    *(("again_at_a_file", 3, ["file"], [3.0] * 3), ("in_our_world", 3, ["file"], [3.0] * 3)),
     *(("in_torchs_world", 3, [], [3.0] * 4), ("overlapping", 3, [], [3.0])),
+    *(("by_store", 3, ["prefix", "file"], 3), ("with_params", 2, [], ["GLOO", "0:00:20"])),
     ("loads_data", 2, ["fork"], [2 * sum(range(24))]),
-    pytest.param("loads_data", 2, ["spawn"], [2 * sum(range(24))], marks=slow),
-    ("with_params", 2, [], ["GLOO", "0:00:20"]),
 ]
+SLOW_DONE = [
+    *(("by_method", 2, ["env://"], 2.0), ("loads_data", 2, ["spawn"], [2 * sum(range(24))])),
+    *(("by_store", 3, ["file", "file"], 3), ("by_store", 1, ["hash", "file"], 1)),
+]
+DONE += [pytest.param(*case, marks=slow) for case in SLOW_DONE]
 
 
 @pytest.mark.parametrize(("method", "size", "args", "result"), DONE)
@@ -45,19 +47,22 @@ def test_ranks_may_exit_without_destroy(torch_ranks: Any) -> None:
         assert (outcome["returned"], outcome["exitcode"], outcome["output"]) == (3.0, 0, "")
 
 
-DDP = ["ddp", "ddp_views", "ddp_static", "ddp_no_sync", "ddp_join", "ddp_float16"]
-SHARDED = ["zero", "fsdp", "fsdp_bfloat16", "in_place", "messages", "chained"]
-SLOW = ["ddp_power_sgd", "sync_batch_norm", "hybrid", "dtensor", "checkpoint", "functional"]
-LAST = ["differentiated", "pipeline"]
+FAST = ["ddp_views", "ddp_join", "ddp_float16", "zero", "fsdp", "in_place", "messages", "chained"]
+SLOW = [
+    *("ddp_power_sgd", "sync_batch_norm", "fsdp_bfloat16", "hybrid", "dtensor", "checkpoint"),
+    *("functional", "differentiated", "pipeline"),
+]
 
 
-@pytest.mark.parametrize("names", [DDP, SHARDED, pytest.param([*SLOW, *LAST], marks=slow)], ids=str)
+@pytest.mark.parametrize("names", [FAST, pytest.param(SLOW, marks=slow)], ids=str)
 def test_results_equal_gloo(torch_ranks: Any, tmp_path: Path, names: list[str]) -> None:
     places = [f"{tmp_path}/flashlight", f"{tmp_path}/gloo"]
     assert torch_ranks("training.beside_gloo", 4, places, names, seconds=100) == [{}] * 4
 
 
-@pytest.mark.parametrize(("backend", "hosts"), [("shm", 1), ("gloo", 1), (None, 2)])
+@pytest.mark.parametrize(
+    ("backend", "hosts"), [(None, 2), *(pytest.param(b, 1, marks=slow) for b in ("shm", "gloo"))]
+)
 def test_bfloat16_is_sent_without_ml_dtypes(torch_ranks: Any, backend: str, hosts: int) -> None:
     errors = torch_ranks("training.bfloat16_moves", 4, backend, hosts)
     assert all("pip install 'flashlight-py[bfloat16]'" in error for error in errors)

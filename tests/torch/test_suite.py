@@ -55,16 +55,15 @@ def unexpected(failed: dict[str, str]) -> str:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("every", "least"), [(9, 10), pytest.param(3, 30, marks=pytest.mark.slow)])
-def test_part_of_the_torch_suite_passes(tmp_path: Path, every: int, least: int) -> None:
-    result = ended(tmp_path, "flashlight", 2, "--every", str(every))
+def test_part_of_the_torch_suite_passes(tmp_path: Path) -> None:
+    result = ended(tmp_path, "flashlight", 2, "--every", "60")
     assert not unexpected(result["failed"])
-    assert len(result["passed"]) >= least
+    assert len(result["passed"]) >= 7
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])  # torch skips some tests with fewer than 8 ranks
+@pytest.mark.parametrize("ranks", [3, 8])  # torch skips some tests with fewer than 8 ranks
 def test_torch_suite_of_gloo_passes(tmp_path: Path, ranks: int) -> None:
     ours, gloos = (ended(tmp_path, backend, ranks) for backend in ("flashlight", "gloo"))
     assert not unexpected(ours["failed"])

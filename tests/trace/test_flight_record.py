@@ -56,7 +56,8 @@ def hang_then_part(rank: int, size: int, folder: str) -> str:
     return current_world().job
 
 
-@pytest.mark.parametrize("init", ["file", "mpi"])  # MPICH installs its own handler of the signal
+# MPICH installs its own handler of the signal.
+@pytest.mark.parametrize("init", ["file", pytest.param("mpi", marks=pytest.mark.slow)])
 def test_signal_makes_all_ranks_dump_during_a_native_wait(tmp_path: Path, init: str) -> None:
     folder = tmp_path / "records"
     jobs = run_ranks(hang_then_part, 2, str(folder), init=init, params={"TRACE_DIR": folder})
@@ -115,7 +116,7 @@ assert seen == [1, 1] and not os.path.exists(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_dump_signal_keeps_the_handler_of_the_user(when: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", OWN_HANDLER, str(tmp_path / "records"), when]
     subprocess.run(command, check=True, timeout=60)
@@ -170,7 +171,7 @@ def test_default_folder_keeps_the_newest_jobs(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
-@pytest.mark.parametrize("command", ["doctor", "trace diff"])
+@pytest.mark.parametrize("command", ["trace diff", pytest.param("doctor", marks=pytest.mark.slow)])
 def test_command_exits_quietly_if_its_pipe_is_closed(command: str, tmp_path: Path) -> None:
     if command == "trace diff":
         write_record(Flight(folder=tmp_path, chosen=True), "a test")

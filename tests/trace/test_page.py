@@ -1,6 +1,9 @@
 """The page of a trace, as a file and in a real browser."""
 
+import html
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +11,11 @@ import pytest
 
 from flashlight_py.trace.profiling import chrome_trace, page
 from flashlight_py.trace.records import RankTimeline
-from tests.trace.chromium import PROGRAM, Browser
+from tests.launch.launcher import run
 
 MS = 1_000_000
+BROWSERS = filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
+PROGRAM = next(BROWSERS, None)
 
 
 def call(number: int, verb: str, start: float, end: float, **fields: Any) -> dict[str, Any]:
@@ -48,81 +53,74 @@ def a_long_trace(count: int) -> dict[str, Any]:
     return trace
 
 
+# What a user sees and does, in the window of the page.
+ACTIONS = """
+const results = {};
+const texts = (selector) => [...document.querySelectorAll(selector)].map(e => e.innerText);
+results.rows = texts("tbody tr").map(row => row.split("\\t"));
+results.facts = byId("facts").textContent;
+results.legend = texts("#legend button");
+const middle = (rank, name) => {  // of an event, in the window
+  const box = canvas.getBoundingClientRect();
+  for (const thread of bands[rank].threads.values())
+    for (const e of thread.events) if (e.name === name)
+      return {clientX: box.left + x(e.ts + e.dur / 2),
+              clientY: box.top + thread.top + (e.row + .5) * ROW};
+};
+canvas.setPointerCapture = () => {};  // the browser knows no such pointer
+const move = (kind, place) => canvas.dispatchEvent(new PointerEvent(kind, place));
+const described = () => tip.style.display + tip.innerText;
+const range = () => [from, to];
+move("pointermove", middle(0, "broadcast"));
+results.pointed = described();
+move("pointermove", {clientX: 600, clientY: 20});
+results.elsewhere = described();
+results.all = range();
+const place = middle(1, "broadcast");
+canvas.dispatchEvent(new WheelEvent("wheel", {...place, deltaY: -600}));
+results.zoomed = range();
+move("pointerdown", place);
+move("pointermove", {...place, clientX: place.clientX + 100});
+move("pointerup", place);
+results.moved = range();
+byId("fit").click();
+results.again = range();
+results.error = document.body.dataset.error;
+document.body.dataset.results = JSON.stringify(results);
+"""
+
+
+def seen(trace: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the results of ``ACTIONS`` on the page of ``trace`` in a browser."""
+    file = folder / "page.html"
+    text = page(trace).replace("</body>", f"<script>{{{ACTIONS}}}</script></body>")
+    file.write_text(text, encoding="utf-8")
+    options = "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}"
+    done = run([PROGRAM, *options, "--window-size=1200,800", "--dump-dom", file.as_uri()])
+    (results,) = re.findall('data-results="([^"]*)"', done.stdout)
+    parsed: dict[str, Any] = json.loads(html.unescape(results))
+    assert "error" not in parsed
+    return {**parsed, "rows": {row[0].strip(): row[1:] for row in parsed["rows"]}}
+
+
 @pytest.mark.skipif(PROGRAM is None, reason="needs a browser: apt-get install chromium")
-def test_page_renders_in_a_browser(tmp_path: Path) -> None:
-    file, long = tmp_path / "page.html", tmp_path / "long.html"
-    file.write_text(page(a_trace()), encoding="utf-8")
-    long.write_text(page(a_long_trace(200_000)), encoding="utf-8")
-    with Browser(tmp_path / "browser") as browser:
-        browser.open(long)
-        assert browser.value("document.body.dataset.error") is None
-        assert _rows(browser)["barrier"][4] == "10.00 ms"
-        browser.open(file)
-        assert browser.value("document.body.dataset.error") is None
-        assert browser.value("document.getElementById('facts').textContent").startswith("3 ranks, ")
-        _shows_tables_and_legend(browser)
-        _describes_what_is_pointed_at(browser)
-        _zooms_and_pans(browser)
-        assert browser.value("document.body.dataset.error") is None
-        assert browser.screenshot().startswith(b"\x89PNG")
-
-
-def _rows(browser: Browser) -> dict[str, list[str]]:
-    rows = "[...document.querySelectorAll('tbody tr')].map(row => row.innerText.split('\\t'))"
-    return {row[0].strip(): row[1:] for row in browser.value(rows)}
-
-
-def _shows_tables_and_legend(browser: Browser) -> None:
-    by_name = _rows(browser)
-    assert by_name["all_reduce"][:3] == ["3", "12 KiB", "54.00 ms"]
+def test_page_works_in_a_browser(tmp_path: Path) -> None:
+    assert seen(a_long_trace(200_000), tmp_path)["rows"]["barrier"][4] == "10.00 ms"
+    results = seen(a_trace(), tmp_path)
+    assert results["facts"].startswith("3 ranks, ")
+    assert results["legend"] == ["broadcast", "barrier", "all_reduce", "span"]
+    assert results["rows"]["all_reduce"][:3] == ["3", "12 KiB", "54.00 ms"]
     # rank 0 waited 10 ms and rank 1 waited 5 ms for rank 2
-    assert by_name["broadcast"][3] == "15.00 ms"
-    assert {"rank 0 (host, pid 100)", "rank 2 (host, pid 102)"} <= set(by_name)
-    names = "[...document.querySelectorAll('#legend button')].map(b => b.textContent)"
-    assert browser.value(names) == ["broadcast", "barrier", "all_reduce", "span"]
-
-
-def _position(browser: Browser, rank: int, name: str) -> tuple[float, float]:
-    """Return the window position of the middle of an event."""
-    script = f"""(() => {{
-        const box = canvas.getBoundingClientRect();
-        for (const thread of bands[{rank}].threads.values())
-            for (const e of thread.events) if (e.name === {name!r})
-                return [box.left + x(e.ts + e.dur / 2), box.top + thread.top + (e.row + .5) * ROW];
-    }})()"""
-    left, top = browser.value(script)
-    return left, top
-
-
-def _describes_what_is_pointed_at(browser: Browser) -> None:
-    shown = (
-        "document.getElementById('tip').style.display + document.getElementById('tip').innerText"
-    )
-    browser.mouse("mouseMoved", *_position(browser, 0, "broadcast"))
-    text = browser.value(shown)
-    assert text.startswith("blockbroadcast(float32 (1024,), root=0)")
+    assert results["rows"]["broadcast"][3] == "15.00 ms"
+    assert {"rank 0 (host, pid 100)", "rank 2 (host, pid 102)"} <= set(results["rows"])
+    assert results["pointed"].startswith("blockbroadcast(float32 (1024,), root=0)")
     for part in ("15.00 ms", "10.00 ms for rank 2", "4 KiB", "examples/train.py:7", "call 2"):
-        assert part in text
-    browser.mouse("mouseMoved", 600, 20)
-    assert browser.value(shown).startswith("none")
-
-
-def _range(browser: Browser) -> tuple[float, float]:
-    reported = browser.value("[document.body.dataset.from, document.body.dataset.to]")
-    return float(reported[0]), float(reported[1])
-
-
-def _zooms_and_pans(browser: Browser) -> None:
-    full_range = _range(browser)
-    left, top = _position(browser, 1, "broadcast")
-    browser.mouse("mouseWheel", left, top, deltaX=0, deltaY=-600)
-    zoomed = _range(browser)
-    assert full_range[0] < zoomed[0] < 40_000 < zoomed[1] < full_range[1]
-    browser.mouse("mousePressed", left, top, button="left", clickCount=1)
-    browser.mouse("mouseMoved", left + 100, top, button="left", buttons=1)
-    browser.mouse("mouseReleased", left + 100, top, button="left", clickCount=1)
-    moved = _range(browser)
-    assert moved[0] < zoomed[0]
-    assert moved[1] - moved[0] == pytest.approx(zoomed[1] - zoomed[0])
-    browser.value("document.getElementById('fit').click()")
-    assert _range(browser) == pytest.approx(full_range)
+        assert part in results["pointed"]
+    assert results["elsewhere"].startswith("none")
+    first, last = results["all"]
+    left, right = results["zoomed"]
+    assert first < left < 40_000 < right < last
+    moved = results["moved"]
+    assert moved[0] < left
+    assert moved[1] - moved[0] == pytest.approx(right - left)
+    assert results["again"] == pytest.approx(results["all"])

@@ -22,6 +22,7 @@ from flashlight_py.distributed.start.world import current_world
 from flashlight_py.trace import profiling
 from flashlight_py.trace.profiling import chrome_trace, covered
 from flashlight_py.trace.records import RankTimeline
+from tests.distributed.conformance import on_ranks
 from tests.trace.validity import assert_valid
 
 SHM = {"BACKEND": "shm"}
@@ -76,6 +77,8 @@ def test_profile_writes_one_part_per_rank_if_a_rank_raises(tmp_path: Path) -> No
             fl.barrier()
             raise KeyError("in the program")
 
+    with pytest.raises(RuntimeError, match="expected an active profile"):
+        fl.profile(tmp_path / "trace.json").stop()
     with pytest.raises(KeyError):
         fail()
     assert journal.listener is None
@@ -116,29 +119,18 @@ def test_profile_in_a_forked_child_records_its_calls(tmp_path: Path) -> None:
         assert names == ["all_reduce", "barrier"]
 
 
-def test_profile_stop_raises_runtime_error_if_not_started(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="expected an active profile"):
-        fl.profile(tmp_path / "trace.json").stop()
-
-
-def ask_for_the_time(rank: int, size: int) -> int:
+@on_ranks(("shm", 2))
+def test_offset_to_rank_0_measures_the_clock_of_another_host(rank: int, size: int) -> None:
     """Fake the clocks of two hosts, an hour apart; rank 1's clock is ahead."""
     backend = current_world().group.backend()
     assert profiling.offset_to_rank_0(backend) == 0  # one host, one clock
     if rank == 0:
         profiling._send_times(backend, 1)
-        return 0
-    real = profiling.time
-    profiling.time = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + 3_600 * 10**9)  # type: ignore[assignment]
-    try:
-        return profiling._measure_offset(backend)
-    finally:
-        profiling.time = real
-
-
-def test_offset_to_rank_0_measures_the_clock_of_another_host(pool: Any) -> None:
-    offset = pool(2, params=SHM).run(ask_for_the_time)[1]
-    assert abs(offset + 3_600 * 10**9) < 5_000_000
+        return
+    ahead = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + 3_600 * 10**9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiling, "time", ahead)
+        assert abs(profiling._measure_offset(backend) + 3_600 * 10**9) < 5_000_000
 
 
 TIMES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple))
@@ -203,10 +195,3 @@ def test_trace_has_separate_threads_for_overlapped_calls() -> None:
     summary = trace["otherData"]["summary"][0]
     assert summary["overlapped_us"] == 19.0
     assert summary["blocked_us"] == 1.0
-
-
-def test_trace_of_no_events_is_valid() -> None:
-    trace = chrome_trace([RankTimeline(0, "a", 1, 0, 0, [])])
-    assert_valid(trace)
-    nothing = {"communication_us": 0.0, "blocked_us": 0.0, "overlapped_us": 0.0}
-    assert trace["otherData"]["summary"] == [{"rank": 0, "verbs": {}, **nothing}]

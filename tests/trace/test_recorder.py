@@ -13,13 +13,9 @@ from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import BROADCAST
 from flashlight_py.distributed.work import Done
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError
-from tests.distributed.conformance import world_of
+from tests.distributed.conformance import on_ranks
 
-EVERY_WORLD = pytest.mark.parametrize("world", ["shm", "gloo", "mpi", "hierarchical"])
-
-
-def ranks_of(pool: Any, world: str = "shm") -> Any:
-    return pool(4 if world == "hierarchical" else 2, **world_of(world))
+EVERY_WORLD = on_ranks(("shm", 2), ("hierarchical", 4), slow=[("gloo", 2), ("mpi", 2)])
 
 
 def current_line() -> str:
@@ -32,7 +28,15 @@ def calls_since(number: int, group: str = "world") -> list[dict[str, Any]]:
     return [r for r in records if r["group"] == group and r.get("number", 0) > number]
 
 
-def all_verbs(rank: int, size: int) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
+VERBS = [
+    *("all_reduce", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter"),
+    *("reduce_scatter", "all_to_all", "barrier", "all_gather_object", "broadcast_object"),
+    *("all_reduce", "all_reduce", "all_reduce"),
+]
+
+
+@EVERY_WORLD
+def test_journal_numbers_and_describes_every_verb(rank: int, size: int) -> None:
     before = journal.groups()["world"]["calls"]
     x = np.full(4, 1.0, np.float32)
     fl.all_reduce(x)
@@ -51,58 +55,39 @@ def all_verbs(rank: int, size: int) -> tuple[int, list[dict[str, Any]], list[dic
     fl.all_reduce(x)
     right, left = (rank + 1) % size, (rank - 1) % size
     fl.sendrecv(x, right, out=np.zeros(4, np.float32), src=left, tag=3)
-    messages = [r.as_dict() for r in journal.recent_records()][-1:]
-    return before, calls_since(before), messages
-
-
-VERBS = [
-    *("all_reduce", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter"),
-    *("reduce_scatter", "all_to_all", "barrier", "all_gather_object", "broadcast_object"),
-    *("all_reduce", "all_reduce", "all_reduce"),
-]
+    message = journal.recent_records()[-1].as_dict()
+    calls = calls_since(before)
+    assert [call["verb"] for call in calls] == VERBS
+    assert [call["number"] - before for call in calls] == list(range(1, len(VERBS) + 1))
+    assert all(0 < call["started"] <= call["ended"] for call in calls)
+    # Only calls that took the native fast path without waiting have no line.
+    lines = [call.get("line", current_line()) for call in calls[1:-1]]
+    assert all(line.startswith(current_line()) for line in lines)
+    assert [call["bytes"] for call in calls[:5]] == [16, 16, 16, 48, 8 * (rank + 1)]
+    assert calls[1]["op"] == "max"
+    assert calls[1]["async"]
+    assert calls[3] | {"root": 1, "dtype": "float64", "shape": [2, 3]} == calls[3]
+    assert calls[12].get("via") == ("all_reduce_multiple" if "line" in calls[12] else None)
+    assert message | {"verb": "sendrecv", "peer": right, "tag": 3} == message
 
 
 @EVERY_WORLD
-def test_journal_numbers_and_describes_every_verb(pool: Any, world: str) -> None:
-    ranks = ranks_of(pool, world)
-    for rank, (before, calls, messages) in enumerate(ranks.run(all_verbs)):
-        assert [call["verb"] for call in calls] == VERBS
-        assert [call["number"] - before for call in calls] == list(range(1, len(VERBS) + 1))
-        assert all(0 < call["started"] <= call["ended"] for call in calls)
-        # Only calls that took the native fast path without waiting have no line.
-        lines = [call.get("line", current_line()) for call in calls[1:-1]]
-        assert all(line.startswith(current_line()) for line in lines)
-        assert [call["bytes"] for call in calls[:5]] == [16, 16, 16, 48, 8 * (rank + 1)]
-        assert calls[1]["op"] == "max"
-        assert calls[1]["async"]
-        assert calls[3] | {"root": 1, "dtype": "float64", "shape": [2, 3]} == calls[3]
-        assert calls[12].get("via") == ("all_reduce_multiple" if "line" in calls[12] else None)
-        sent = {"verb": "sendrecv", "peer": (rank + 1) % ranks.size, "tag": 3}
-        assert messages[0] | sent == messages[0]
-
-
-def enter_and_leave(rank: int, size: int) -> list[dict[str, Any]]:
+def test_journal_records_the_line_of_a_with_block_for_its_last_call(rank: int, size: int) -> None:
+    """The line must not be one of contextlib, which makes the call."""
     fl.set_seed(1)
     model = fl.nn.Linear(3, 2)
     fl.distribute_module_grads(model)
     before = journal.groups()["world"]["calls"]
     with fl.join(model):
         pass
-    return calls_since(before)
+    calls = calls_since(before)
+    assert calls
+    assert {call.get("via", "join") for call in calls} == {"join"}
+    assert all(call.get("line", current_line()).startswith(current_line()) for call in calls)
 
 
-@EVERY_WORLD
-def test_journal_records_the_line_of_a_with_block_for_its_last_call(pool: Any, world: str) -> None:
-    """The line must not be one of contextlib, which makes the call."""
-    for calls in ranks_of(pool, world).run(enter_and_leave):
-        assert calls
-        assert {call.get("via", "join") for call in calls} == {"join"}, calls
-        assert all(call.get("line", current_line()).startswith(current_line()) for call in calls), (
-            calls
-        )
-
-
-def mismatch(rank: int, size: int) -> list[dict[str, Any]]:
+@on_ranks(("shm", 2))
+def test_journal_records_the_reason_of_a_failed_call_and_counts_on(rank: int, size: int) -> None:
     before = journal.groups()["world"]["calls"]
     for verb in (
         lambda: fl.all_reduce(np.zeros(3 + rank)),
@@ -111,40 +96,34 @@ def mismatch(rank: int, size: int) -> list[dict[str, Any]]:
         with pytest.raises(MismatchError):
             verb()
     fl.all_reduce(np.zeros(3))
-    return calls_since(before)
+    calls = calls_since(before)
+    assert [call["verb"] for call in calls] == ["all_reduce", "broadcast", "all_reduce"]
+    assert all(call["error"].startswith("MismatchError: ") for call in calls[:2])
+    assert all(call["line"].startswith(current_line()) for call in calls[:2])
+    assert "error" not in calls[2]
 
 
-def test_journal_records_the_reason_of_a_failed_call_and_counts_on(pool: Any) -> None:
-    for calls in ranks_of(pool).run(mismatch):
-        assert [call["verb"] for call in calls] == ["all_reduce", "broadcast", "all_reduce"]
-        assert all(call["error"].startswith("MismatchError: ") for call in calls[:2])
-        assert all(call["line"].startswith(current_line()) for call in calls[:2])
-        assert "error" not in calls[2]
-
-
-def wait_in_vain(rank: int, size: int) -> list[dict[str, Any]]:
+@on_ranks(("shm", 2))
+def test_journal_records_no_failure_if_a_wait_times_out(rank: int, size: int) -> None:
     before = journal.groups()["world"]["calls"]
-    if rank == 0:
-        work = fl.all_reduce(np.zeros(3), async_op=True)
-        with pytest.raises(CollectiveTimeoutError):
-            work.wait(timeout=0.01)
-        running = calls_since(before)
-        fl.send(np.zeros(1), 1)  # lets the other rank continue
-        work.wait()
-        return running + calls_since(before)
-    fl.recv(np.zeros(1), 0)
-    fl.all_reduce(np.zeros(3))
-    return []
-
-
-def test_journal_records_no_failure_if_a_wait_times_out(pool: Any) -> None:
-    running, ended = ranks_of(pool).run(wait_in_vain)[0]
+    if rank == 1:
+        fl.recv(np.zeros(1), 0)
+        fl.all_reduce(np.zeros(3))
+        return
+    work = fl.all_reduce(np.zeros(3), async_op=True)
+    with pytest.raises(CollectiveTimeoutError):
+        work.wait(timeout=0.01)
+    (running,) = calls_since(before)
+    fl.send(np.zeros(1), 1)  # lets the other rank continue
+    work.wait()
+    (ended,) = calls_since(before)
     assert "ended" not in running
     assert "error" not in running
     assert ended["ended"] > running["started"]
 
 
-def in_groups(rank: int, size: int) -> tuple[list[str], list[dict[str, Any]]]:
+@on_ranks(("shm", 2))
+def test_group_names_are_equal_on_all_ranks(rank: int, size: int) -> None:
     groups_before = set(journal.groups())
     groups = [fl.new_group([1, 0]), fl.new_group([1, 0])]
     for group in groups:
@@ -153,12 +132,7 @@ def in_groups(rank: int, size: int) -> tuple[list[str], list[dict[str, Any]]]:
     calls = [call for name in names for call in calls_since(0, name)]
     for group in groups:
         group.close()
-    return names, calls
-
-
-def test_group_names_are_equal_on_all_ranks(pool: Any) -> None:
-    (names, calls), (others, _) = ranks_of(pool).run(in_groups)
-    assert names == others
+    assert fl.all_gather_object(names) == [names] * 2
     assert len(names) == 2
     assert [call["number"] for call in calls] == [1, 1]
 

@@ -149,7 +149,6 @@ def _wait_for_what_follows() -> None:
 WAYS: dict[str, Callable[[], Any]] = {
     "all_reduce": _reduce,
     "wait": lambda: dist.all_reduce(ONES(10), async_op=True).wait(),
-    "future": lambda: dist.all_reduce(ONES(10), async_op=True).get_future().wait(),
     "then": _wait_for_what_follows,
     "recv": lambda: dist.recv(ONES(10), 1),
     "barrier": dist.barrier,
@@ -203,19 +202,21 @@ def _late(call: Callable[[], Any]) -> tuple[list[str], str, float]:
 def timeouts(rank: int, size: int) -> list[Any]:
     """Return what rank 0 is told where the others do not come."""
     begin()
-    small = dist.new_group(range(size), timeout=timedelta(seconds=0.3))
+    limit = timedelta(seconds=0.2)
+    small = dist.new_group(range(size), timeout=limit)
     changed = dist.new_group(range(size))
-    changed.set_timeout(timedelta(seconds=0.3))
+    changed.set_timeout(limit)
     results = []
     work = dist.all_reduce(x := ONES(4), async_op=True) if rank == 0 else None
     if work:
-        results.append(_late(lambda: work.wait(timedelta(seconds=0.3))))
+        results.append(_late(lambda: work.wait(limit)))
         assert not work.is_completed()
-        for group in (small, changed):
-            results.append(_late(lambda group=group: dist.all_reduce(ONES(2), group=group)))
-            results.append(_late(lambda group=group: dist.all_reduce(ONES(2), group=group)))
+        results.extend(
+            _late(lambda group=group: dist.all_reduce(ONES(2), group=group))
+            for group in (small, small, changed, changed)
+        )
     else:
-        time.sleep(1.5)
+        time.sleep(1.0)
         dist.all_reduce(x := ONES(4))
     if work:
         work.wait()

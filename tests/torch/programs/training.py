@@ -58,24 +58,9 @@ def _trained(model: nn.Module, rank: int, optimizer: Any = None, **options: Any)
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def ddp(rank: int) -> Result:
-    return _trained(DDP(_net(), find_unused_parameters=True), rank)
-
-
 def ddp_views(rank: int) -> Result:
     model = DDP(_net(), find_unused_parameters=True, gradient_as_bucket_view=True)
     return _trained(model, rank, other=rank == 0)
-
-
-def ddp_static(rank: int) -> Result:
-    return _trained(DDP(_net(), static_graph=True, bucket_cap_mb=0.001), rank)
-
-
-def ddp_no_sync(rank: int) -> Result:
-    model = DDP(_net(_plain))
-    with model.no_sync():
-        model(_batch(rank, 9)).sum().backward()
-    return _trained(model, rank)
 
 
 def ddp_join(rank: int) -> Result:
@@ -345,7 +330,7 @@ def bfloat16_moves(rank: int, size: int, backend: str | None, hosts: int) -> str
 ALL: dict[str, Callable[[int], Result]] = {
     one.__name__: one
     for one in (
-        *(ddp, ddp_views, ddp_static, ddp_no_sync, ddp_join, ddp_float16),
+        *(ddp_views, ddp_join, ddp_float16),
         *(ddp_power_sgd, sync_batch_norm, zero, fsdp, fsdp_bfloat16, hybrid, dtensor, checkpoint),
         *(functional, differentiated, pipeline, messages, chained, in_place),
     )
