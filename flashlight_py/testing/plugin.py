@@ -144,8 +144,8 @@ class ForkedRanks:
             lines = [
                 entry.lineno + 1 for entry in call.excinfo.traceback if entry.path == item.path
             ]
-            place = f"{item.path.name}:{lines[-1]} " if lines else ""
-            report.failure = failure._replace(description=place + failure.description)
+            line = f"{item.path.name}:{lines[-1]} " if lines else ""
+            report.failure = failure._replace(description=line + failure.description)
         return report
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
@@ -289,7 +289,10 @@ class MpiRanks(ForkedRanks):
 
     def connect(self) -> None:
         if len(set(map(tuple, self.world.allgather(list(self.items))))) > 1:
-            raise pytest.UsageError("the ranks of MPI have collected different tests")
+            raise pytest.UsageError(
+                f"expected the same tests on all {self.world.size} ranks of MPI, got different ones "
+                f"on rank {self.world.rank}. Select and order them without randomness"
+            )
         for name, item in self.items.items():
             mark = self.marks.setdefault(name, Mark(1))
             if mark.n > self.world.size:
@@ -338,7 +341,10 @@ def limited(rank: int, seconds: float, stderr: int) -> Iterator[None]:
     """Raise RankStuckError after ``seconds``. If it has no effect, print the stacks and exit."""
 
     def stop(*_: object) -> None:
-        raise RankStuckError(f"rank {rank} had not finished after {seconds} s")
+        raise RankStuckError(
+            f"rank {rank} had not finished after {seconds} s. If it needs more time, pass "
+            "timeout=seconds to the mark ranks"
+        )
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -173,7 +173,10 @@ def run_tasks(link: Connection, rank: int) -> None:
 
     def stop(*_: object) -> None:
         if is_busy:
-            raise RankStuckError(f"rank {rank} had not finished at the timeout, or after a failure")
+            raise RankStuckError(
+                f"rank {rank} had not finished at the timeout, or after a failure of another rank. "
+                "If it needs more time, pass a longer timeout"
+            )
 
     signal.signal(STUCK_SIGNAL, stop)
     while task := link.recv_bytes():

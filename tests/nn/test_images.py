@@ -270,8 +270,6 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: conv(IMAGES, WEIGHT, padding=-1), ValueError, "conv2d: padding must be at least 0"),
     (lambda: conv(IMAGES, WEIGHT, padding=10**9), ValueError,
         r"conv2d: results .* shape \(2, 6, 2000000003, 2000000003\)"),
-    (lambda: conv(IMAGES, WEIGHT, stride=2**63), ValueError,
-        r"conv2d: stride must .* below 2\*\*31"),
     (lambda: pool(IMAGES, 2, 2**63), ValueError, r"pool2d: stride must .* 2\*\*31, got 9223"),
     (lambda: conv(IMAGES, WEIGHT, padding="same", stride=2), ValueError,
         "conv2d: padding='same' must"),

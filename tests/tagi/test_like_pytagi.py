@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.tagi.helpers import equal, network
-from tests.tagi.oracle import compare, oracle_run
+from tests.tagi.oracle import compare
 
 pytestmark = pytest.mark.slow
 
@@ -113,9 +113,3 @@ def test_layer_arguments_have_the_meaning_of_pytagi(layer: str, shape: tuple[int
     (name, entry), *_ = network(layers).state_dict().items()
     for number in (1, 3):  # initial variances
         equal(entry[number], reference.before[name][number], 1e-6)
-
-
-def test_layers_have_the_info_of_pytagi() -> None:
-    layers = f"{WIDER}, AvgPool2d(3, 2), MaxPool2d(2), Conv2d(3, 4, 2)"
-    program = f"result = [layer.get_layer_info() for layer in Sequential({layers}).layers]"
-    assert [layer.get_layer_info() for layer in network(layers).layers] == oracle_run(program)

@@ -213,16 +213,6 @@ def test_checkpoint_of_another_network_is_rejected(tmp_path: Path) -> None:
     equal(other.state_dict(), expected)
 
 
-def test_number_of_threads_has_no_effect_on_results() -> None:
-    """In pytagi, the first batch of a BatchNorm2d depends on the number of threads."""
-    one, four = made("images"), made("images")
-    one.set_threads(1)
-    four.set_threads(4)
-    for net in (one, four):
-        learn(net, batch("images"), 1)
-    equal(one.state_dict(), four.state_dict())
-
-
 def test_batch_norm2d_after_linear_layers_has_correct_deltas() -> None:
     """pytagi's deltas are wrong."""
     layers = "Linear(2, 3), BatchNorm2d(3), ReLU(), Linear(3, 4)"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flashlight_py.tagi import nn
+from tests.tables import for_each
 from tests.tagi.helpers import equal, network
 from tests.tagi.oracle import oracle_run
 
@@ -118,16 +119,6 @@ def test_save_is_exact_and_save_csv_has_six_digits(tmp_path: Path) -> None:
     assert len(Path(f"{file}_3_mb.csv").read_text().splitlines()) == 10
 
 
-def test_save_writes_to_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytagi creates a folder of that name and then cannot write the file."""
-    monkeypatch.chdir(tmp_path)
-    net = network(DENSE)
-    net.save("net.bin")
-    other = network(DENSE, 2)
-    other.load("net.bin")
-    equal(other.state_dict(), net.state_dict())
-
-
 def head(info: str) -> bytes:
     return struct.pack("<Q", len(info)) + info.encode()
 
@@ -137,8 +128,8 @@ TEXT = "load_csv: .*_3_mb.csv: {}"
 NO_NUMBER = "expected only numbers"
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "message"),
+@for_each(
+    "change kind message",
     [
         (lambda data: b"", WHOLE, r"it ends before Linear.0, Linear\(4,8\)"),
         (lambda data: data[:5], WHOLE, r"it ends before Linear.0, Linear\(4,8\)"),
@@ -170,12 +161,18 @@ def test_load_rejects_a_wrong_file(tmp_path: Path, change: Any, kind: str, messa
     equal(net.state_dict(), network(DENSE, 2).state_dict())
 
 
-def test_load_raises_os_error_if_the_file_is_missing(tmp_path: Path) -> None:
-    """pytagi prints a line and continues with the old parameters."""
-    with pytest.raises(FileNotFoundError):
-        network(DENSE).load(tmp_path / "none")
-    with pytest.raises(FileNotFoundError):
-        network(DENSE).load_csv(tmp_path / "none")
+def test_save_and_load_use_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pytagi creates a folder of that name. If a file is missing, it keeps the old parameters."""
+    monkeypatch.chdir(tmp_path)
+    net, other = network(DENSE), network(DENSE, 2)
+    for load in (other.load, other.load_csv):
+        with pytest.raises(FileNotFoundError):
+            load("net.bin")
+    net.save("net.bin")
+    other.load("net.bin")
+    equal(other.state_dict(), net.state_dict())
 
 
 def test_save_leaves_no_partial_file_if_the_disk_is_full(

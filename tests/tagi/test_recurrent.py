@@ -92,22 +92,6 @@ def test_lstm_window_equals_calls_that_carry_priors(certain: bool) -> None:
             equal(one[1], variance[sample, out], 1e-5, 1e-7)
 
 
-def test_lstm_inputs_affect_only_later_steps() -> None:
-    net = network("LSTM(1, 4, 5)")
-    apart = nn.Sequential(nn.LSTM(1, 4, 5, window="independent"))
-    apart.params_from(net)
-    x = numbers(2, 5)
-    other = x[:, [1, 0, 2, 3, 4]]  # swaps the first two time steps
-    for which in range(2):
-        before, after = (net(sequence)[which].reshape(2, 5, 4) for sequence in (x, other))
-        assert (np.abs(before - after) > 1e-7).all()
-        before, after = (apart(item)[which].reshape(2, 5, 4) for item in (x, other))
-        equal(before[:, 2:], after[:, 2:])
-    late = x.copy()
-    late[:, 4] += 1
-    equal(net(late)[0][:, :16], net(x)[0][:, :16])
-
-
 def test_lstm_accepts_any_shape_and_batch_size() -> None:
     net = nn.Sequential(nn.LSTM(3, 2, 4), nn.Linear(8, 1))
     x = numbers(7, 4, 3)
@@ -172,19 +156,6 @@ def test_lstm_deltas_of_means_are_the_gradient_through_time() -> None:
     np.testing.assert_allclose(layer.biases.mean_sum.ravel(), of_b, **tolerance)
     of_x = difference(lambda at: score(w, b, at), x)
     np.testing.assert_allclose(net.get_input_states()[0], of_x, **tolerance)
-
-
-def test_lstm_sums_of_a_batch_are_sums_over_samples() -> None:
-    net = network("LSTM(1, 6, 4), LSTM(6, 3, 4), Linear(12, 1)")
-    x, y = numbers(5, 4), numbers(5, 1)
-
-    def sums(rows: slice) -> np.ndarray:
-        net(x[rows])
-        observe(net, y[rows])
-        return net.buckets[0].sums.copy()
-
-    apart = sum(sums(slice(n, n + 1)) for n in range(5))
-    equal(sums(slice(0, 5)), apart, rtol=1e-3, atol=1e-4)
 
 
 def test_lstm_input_deltas_include_the_slope_of_the_activation() -> None:

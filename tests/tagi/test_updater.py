@@ -136,16 +136,16 @@ def test_update_requires_the_batch_first_or_flat_arrays() -> None:
     updater.update(states(3, 40), np.zeros((3, 2, 4, 5)), 0.1, deltas)
     deltas = nn.BaseDeltaStates()
     for shape in ((2, 12), (4, 6), (2, 2, 6)):
-        with pytest.raises(ValueError, match=r"mu_obs: expected shape \(12, 2\), .*, got \(\d"):
-            updater.update(out, y.reshape(shape), 0.1, deltas)
-        with pytest.raises(ValueError, match=r"var_obs: expected shape \(12, 2\), .*, got \(\d"):
-            updater.update(out, y, y.reshape(shape), deltas)
-        with pytest.raises(ValueError, match=r"mu_obs: expected shape \(12, 2\), .*, got \(\d"):
-            updater.update_using_indices(out, y.reshape(shape), 0.1, indices, deltas)
-        with pytest.raises(ValueError, match=r"selected_idx: .* \(12, k\), .*, got \(\d"):
-            updater.update_using_indices(out, y, 0.1, indices.reshape(shape), deltas)
-        with pytest.raises(ValueError, match=r"mu_obs: expected shape \(12, 2\), .*, got \(\d"):
-            updater.update_heteros(states(12, 4), y.reshape(shape), deltas)
+        z, wrong = y.reshape(shape), indices.reshape(shape)
+        for update, words in (
+            (lambda: updater.update(out, z, 0.1, deltas), r"mu_obs: .* \(12, 2\)"),  # noqa: B023
+            (lambda: updater.update(out, y, z, deltas), r"var_obs: .* \(12, 2\)"),  # noqa: B023
+            (lambda: updater.update_using_indices(out, z, 0.1, indices, deltas), "mu_obs"),  # noqa: B023
+            (lambda: updater.update_using_indices(out, y, 0.1, wrong, deltas), r"idx: .*12, k"),  # noqa: B023
+            (lambda: updater.update_heteros(states(12, 4), z, deltas), "mu_obs"),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match=rf"{words}.*, got \(\d"):
+                update()
     with pytest.raises(ValueError, match=r"mu_obs: .* \(3, 2, 4, 5\), .*, got \(3, 4, 5, 2\)"):
         updater.update(images, np.zeros((3, 4, 5, 2)), 0.1, deltas)
     assert deltas.mean is None

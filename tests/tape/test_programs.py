@@ -18,7 +18,7 @@ import flashlight_py as fl
 from tests.tape.steps import compare
 
 FEW = int(os.environ.get("EXAMPLES", "40"))
-MANY = pytest.param(1500, marks=[pytest.mark.slow, pytest.mark.timeout(600)])
+MANY = pytest.param(1200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])
 
 
 def words(text: str) -> list[str]:

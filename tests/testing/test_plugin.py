@@ -156,9 +156,9 @@ def counts(output: str) -> dict[str, int]:
 
 def test_tests_run_on_ranks_with_their_fixtures(tmp_path: Path) -> None:
     output = session(tmp_path, "-v", "-rP", text=PASSING)
-    found = counts(output)
+    numbers = counts(output)
     expected = {"passed": 9, "skipped": 1, "xfailed": 1, "warnings": 2}
-    assert {word: found.get(word) for word in expected} == expected, output
+    assert {word: numbers.get(word) for word in expected} == expected, output
     assert "UserWarning: be careful" in output
     for rank in range(3):
         assert f"torn down on rank {rank}" in output
