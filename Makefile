@@ -46,8 +46,8 @@ example: $(READY) ## train flashlight's example on 4 real processes
 tiny: $(DEV) ## test the main functions in ten seconds: each verb, failures, training, flrun
 	$(IN_VENV) python -m pytest -q tests/test_tiny.py
 
-test: lint tools torch ## run lint, mypy and all tests not marked slow: 12 minutes on 2 cores
-	$(IN_VENV) python -m pytest -m "not slow" $(PYTEST)
+test: lint tools torch ## run lint, mypy and all tests not marked slow: 4 minutes on 2 cores
+	$(IN_VENV) python -m pytest -q -n 2 --dist loadfile -m "not slow" $(PYTEST)
 
 test-slow: $(DEV) tools-slow oracle torch engines ## run the slow tests: packaging, sanitizers, many failures, programs of the documentation
 	$(IN_VENV) python -m pytest -m slow $(SLOW) $(PYTEST)

@@ -90,6 +90,14 @@ def cuda(purpose: str = "an array on a GPU") -> tuple[Any, int]:
     return cupy, count
 
 
+def as_packed(array: Array) -> Array:
+    """Return ``array`` if C-contiguous, aligned and in native byte order, else such a copy."""
+    flags, dtype = array.flags, array.dtype
+    if flags.c_contiguous and dtype.isnative and getattr(flags, "aligned", True):  # for CuPy
+        return array
+    return array.astype(dtype.newbyteorder("="), order="C")
+
+
 def constant(value: float, like: Array) -> Any:
     """Return ``value`` as a scalar of the dtype of ``like``."""
     if type(like) is np.ndarray:  # twice as fast as a NumPy scalar

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.device import is_cupy
+from flashlight_py.checks import check_integer
+from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.structure import thread_state
 
 _seed: int | None = None
@@ -30,11 +31,7 @@ def set_seed(seed: int) -> None:
         ValueError: If ``seed`` is negative.
     """
     global _seed  # noqa: PLW0603 - the seed of the process is what this module is for
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise TypeError(f"set_seed: seed must be an integer, got {type(seed).__name__}")
-    if seed < 0:
-        raise ValueError(f"set_seed: seed must be at least 0, got {seed}")
-    _seed = int(seed)
+    _seed = check_integer("set_seed", "seed", seed)
     use(None)
     _generators.clear()
 
@@ -171,3 +168,26 @@ def set_state_of(generator: Any, state: Mapping[str, Any]) -> None:
         bits.state = dict(state)
     else:
         bits._state.set(state["state"])
+
+
+def keep_mask(seed: Array, first: int, rows: int, columns: int, block: int, ratio: float) -> Array:
+    """Return a Boolean mask [rows, columns] that is False with probability ``ratio``.
+
+    The mask has rows ``first``, ``first + 1``, ... of a random matrix. ``seed`` is an array of one
+    int64, so that each replay of a captured step can use a new seed. csrc/nn/random.inc computes
+    the same numbers. Every ``block`` adjacent elements of a row have a common hash key.
+    """
+    xp = array_module(seed)
+    column = xp.arange(columns, dtype=np.uint64)
+    row = xp.arange(first, first + rows, dtype=np.uint64)[:, None]
+    inside = column % np.uint64(block)
+    key = row * np.uint64(columns) + (column - inside)
+    key = key * np.uint64(0x9E3779B97F4A7C15) + seed.astype(np.uint64)
+    key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    h = (key ^ (key >> np.uint64(31))).astype(np.uint32)
+    h = h + inside.astype(np.uint32) * np.uint32(0x9E3779B9)
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    h = (h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B)
+    h = h ^ (h >> np.uint32(16))
+    return (h >> np.uint32(8)) >= np.uint32(round(ratio * 2**24))  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +64,26 @@ def pytest_collection_finish() -> None:
     # Objects of the collection stay, so the garbage collector need not visit them in each test.
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print a line with counts and seconds per area, and the reasons of skipped tests."""
+    areas, skipped = dict[str, Counter[str]](), Counter[str]()
+    for outcome, reports in terminalreporter.stats.items():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                folder = report.nodeid.split("/")[1]
+                area = areas.setdefault("tests" if "::" in folder else folder, Counter())
+                area[outcome or "seconds"] += 1 if outcome else report.duration
+                area["seconds"] += report.duration if outcome else 0
+                if outcome == "skipped":
+                    skipped[str(report.longrepr[2]).removeprefix("Skipped: ")] += 1
+    for name, area in sorted(areas.items()):
+        seconds = area.pop("seconds", 0)
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(area.items()))
+        terminalreporter.write_line(f"{name:14} {seconds:5.0f} s  {counts}")
+    for reason, count in skipped.most_common():
+        terminalreporter.write_line(f"{count:4} skipped: {reason}")
 
 
 ranks = ranks_in()  # a module or test may set other worlds

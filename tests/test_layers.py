@@ -31,31 +31,24 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": ("tracebacks",),
     "device": ("errors",),
     "structure": (),
+    "checks": (),
+    "names": (),
     "cores": (),
     "system": (),
     "interfaces": ("system",),
-    "random": (*FRAMEWORK[:2], "structure"),
+    "random": (*FRAMEWORK[:2], "checks", "structure"),
     "kernels": FRAMEWORK[:2],
     "erf": ("device",),
-    "autograd": (*FRAMEWORK[:4], "erf", "structure", "libraries", "_native"),
+    "autograd": (*FRAMEWORK[:4], "erf", "names", "structure", "libraries", "_native"),
     "safetensors": ("errors", "device"),
-    "nn": (*FRAMEWORK[:5], "structure", "safetensors"),
-    "optim": (*FRAMEWORK[:6], "structure", "_native"),
-    "dataset": ("errors", "device", "random", "cores"),
+    "nn": (*FRAMEWORK[:5], "checks", "names", "structure", "safetensors"),
+    "optim": (*FRAMEWORK[:6], "checks", "names", "structure", "_native"),
+    "dataset": ("errors", "device", "random", "cores", "names"),
     "meter": ("device", "kernels", "structure"),
     "distributed.rendezvous": ("errors", "interfaces", "system"),
     "distributed": (
-        *(
-            "errors",
-            "tracebacks",
-            "device",
-            "cores",
-            "interfaces",
-            "libraries",
-            "_native",
-            "system",
-        ),
-        "structure",
+        *("errors", "tracebacks", "device", "checks", "cores", "interfaces", "libraries"),
+        *("names", "_native", "system", "structure"),
     ),
     "libraries": (),
     "tape": (*FRAMEWORK, "meter", "distributed", "parallel", "libraries", "structure", "_native"),
@@ -72,6 +65,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("_version", "errors", "device", "interfaces", "libraries", "_native"),
         *("distributed", "launch"),
     ),
+    # The plugin uses the package as a test does.
+    "testing": ("", "errors", "distributed", "launch"),
     # Ranks of engines also import the package in the function that starts them.
     "engines": ("launch", "", "interfaces", "distributed"),
     # The program of a rank imports the package (""), like a user's script.
@@ -110,7 +105,7 @@ OPTIONAL = {
 }
 
 # Optional parts, which can be deleted with their tests and pages. The core imports them by name.
-WINGS = ("amp", "tape", "tagi", "engines", "torch", "distributed.backends.mpi")
+WINGS = ("amp", "tape", "tagi", "engines", "torch", "testing", "distributed.backends.mpi")
 
 
 def name_of(module: Path) -> str:

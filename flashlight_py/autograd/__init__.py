@@ -14,14 +14,5 @@ from flashlight_py.autograd.engine import on_backward_end
 from flashlight_py.autograd.gradcheck import gradcheck
 from flashlight_py.autograd.variable import Variable, function, input, no_grad, param
 
-__all__ = [
-    "Variable",
-    "input",
-    "no_grad",
-    "param",
-    "function",
-    "functions",
-    "gradcheck",
-    "on_backward_end",
-    "operators",
-]
+__all__ = ["Variable", "input", "no_grad", "param", "function", "functions", "gradcheck"]
+__all__ += ["on_backward_end", "operators"]

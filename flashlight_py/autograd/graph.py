@@ -231,12 +231,9 @@ class Walk:
         reached = {target for target in counts if not isinstance(target, Node)}
         missing, added = set(announced) - counts.keys(), reached - set(announced)
         # The computation may create leaves, which are other objects in each repetition.
-        is_same = len(missing) == len(added) and all(
-            not isinstance(x, Node) and x.hook is None for x in missing
-        )
-        if [(x.shape, x.dtype) for x in nodes] != [
-            (x.shape, x.dtype) for x in parts
-        ] or not is_same:
+        is_same = all(not isinstance(x, Node) and x.hook is None for x in missing)
+        kinds, expected = ([(x.shape, x.dtype) for x in items] for items in (nodes, parts))
+        if len(missing) != len(added) or not is_same or kinds != expected:
             raise RuntimeError(
                 "backward: expected a module under recompute to repeat its operations, got other "
                 "operations. Let them depend only on its inputs, buffers and random numbers of "

@@ -16,7 +16,7 @@ import numpy as np
 from flashlight_py.autograd.engine import extension
 from flashlight_py.autograd.graph import recording
 from flashlight_py.autograd.variable import Variable, record_all
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, as_packed, is_cupy
 
 Made = Sequence[tuple[tuple[int, ...], Any]]
 
@@ -66,14 +66,6 @@ def kernel(name: str, array: Array) -> Kernel | None:
     return _kernel(f"{name}:{dtype.char}") if is_supported else None
 
 
-def as_contiguous(array: Array) -> Array:
-    """Return ``array`` itself if it is C-contiguous, aligned and native-endian, else a copy."""
-    flags, dtype = array.flags, array.dtype
-    if flags.c_contiguous and (is_cupy(array) or (flags.aligned and dtype.isnative)):
-        return array
-    return array.astype(dtype.newbyteorder("="), order="C")
-
-
 def channels_last(array: Array) -> Array:
     """Return a view ``[N, ..., C]`` of ``[N, C, ...]``."""
     return array.transpose(0, *range(2, array.ndim), 1)
@@ -102,7 +94,7 @@ def apply_elementwise(
     if native is None:
         return None
     is_last = is_channels_last(x) if is_last is None else is_last
-    x = as_contiguous(channels_last(x) if is_last else x)
+    x = as_packed(channels_last(x) if is_last else x)
     out = native(((x.shape, x.dtype),) * results, (x.size,), numbers, x, *seed)
     if not is_last:
         return out
@@ -124,7 +116,7 @@ def record_mapped(name: str, x: Variable) -> Variable | None:
 
     def vjp(grad: Array) -> Any:
         if is_channels_last(slope):  # NumPy's product of two layouts is C-contiguous
-            return channels_second(as_contiguous(channels_last(grad)) * channels_last(slope))
+            return channels_second(as_packed(channels_last(grad)) * channels_last(slope))
         return grad * slope
 
     vjp.__qualname__ = name
@@ -147,28 +139,3 @@ def record_jointly(
 
     edges = [(x, vjp(position)) for position, x in enumerate(inputs) if x is not None]
     return record_all(array, [*edges[1:], *edges[:1]], back)  # type: ignore[arg-type]
-
-
-def random_keep_mask(
-    seed: Array, first: int, rows: int, columns: int, block: int, ratio: float
-) -> Array:
-    """Return a Boolean mask [rows, columns] that is False with probability ``ratio``.
-
-    The mask has rows ``first``, ``first + 1``, ... of a random matrix. ``seed`` is an array of one
-    int64, so that each replay of a captured step can use a new seed. csrc/nn/random.inc computes
-    the same numbers. Every ``block`` adjacent elements of a row have a common hash key.
-    """
-    xp = array_module(seed)
-    column = xp.arange(columns, dtype=np.uint64)
-    row = xp.arange(first, first + rows, dtype=np.uint64)[:, None]
-    inside = column % np.uint64(block)
-    key = row * np.uint64(columns) + (column - inside)
-    key = key * np.uint64(0x9E3779B97F4A7C15) + seed.astype(np.uint64)
-    key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    h = (key ^ (key >> np.uint64(31))).astype(np.uint32)
-    h = h + inside.astype(np.uint32) * np.uint32(0x9E3779B9)
-    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    h = (h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B)
-    h = h ^ (h >> np.uint32(16))
-    return (h >> np.uint32(8)) >= np.uint32(round(ratio * 2**24))  # type: ignore[no-any-return]

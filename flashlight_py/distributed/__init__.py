@@ -1,8 +1,7 @@
 """Communication between processes. This package does not depend on layers or gradients."""
 
-from importlib import import_module
-
 from flashlight_py.distributed import api
+from flashlight_py.names import export
 
 # Source module of each public name. `scripts/stubs` writes the same table for type checkers.
 _HOMES = {
@@ -22,8 +21,4 @@ _HOMES = {
     "reducers.power_sgd": ["PowerSGDCompression"],
     "api": api.__all__,
 }
-for _home, _names in _HOMES.items():
-    _module = import_module(f"{__name__}.{_home}")
-    globals().update({name: getattr(_module, name) for name in _names})
-
-__all__ = [name for names in _HOMES.values() for name in names]
+export(globals(), _HOMES)

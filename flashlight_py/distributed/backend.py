@@ -1,20 +1,77 @@
-"""The interface of a backend: the transport below the public functions."""
+"""The interface of a backend: the transport below the public functions, and its fast path."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath
 from flashlight_py.distributed.calls.journal import Journal
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import Verb
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
+
+dropped: deque[weakref.ref[Any]] = deque()
+"""Groups that were garbage-collected while open. The next call of any group closes them."""
+
+
+def left_to_python(*arguments: object) -> Any:
+    """Return NotImplemented. This is the fast path of a group without native code."""
+    return NotImplemented
+
+
+class EntryPoints:
+    """Functions of one group in native code, for the calls of users; see ``csrc/fast``.
+
+    They are replaced when the group is closed or changes. Get the function for each call. A stored
+    function would keep the memory of a closed group.
+
+    A function returns NotImplemented, without side effects, if it cannot handle a call: for unusual
+    arrays, for invalid arguments, and while a profile or a step is recorded. The caller must then
+    use ``Backend.start``.
+
+    Instead of an array, callers may pass ``(address, dtype code, shape, owner)``. The memory must
+    be contiguous and writable, and exist as long as ``owner``. ``out`` must then be passed if there
+    is a result.
+
+    Args:
+        collective: Runs ``collective(code, x, out, op, scale, root, tag, async_op, seconds)``, the
+            verb with number ``code``, and returns the result, or a Work if ``async_op``. ``root``
+            is the other rank for a message. For an all_reduce of packed arrays, it is a digest of
+            their shapes, so that ranks can compare the shapes. If ``x`` is a list of arrays,
+            ``out`` is True to pack small arrays (``native_several`` in csrc/fast). ``seconds`` is
+            the timeout of a blocking collective. Default: the timeout of the group.
+        sendrecv: Runs ``sendrecv(x, dst, out, src, tag, recv_tag)``, or starts messages:
+            ``sendrecv(ops)`` with a list of ``P2POp``. The result of the latter has one entry for
+            each message: its array if the message has ended, else its Work.
+        objects: Runs ``objects(code, value, root)``, the object verb with number ``code``, and
+            returns the list of received objects; None if only other ranks receive. If native code
+            cannot unpickle, it returns a tuple: the array of all received frames (exchange.py), the
+            id of the call, and the frame that this rank sent.
+
+    ``barrier`` is ``collective``; or ``left_to_python`` if a barrier must also wait for GPUs.
+    """
+
+    __slots__ = ("barrier", "collective", "objects", "sendrecv")
+
+    def __init__(
+        self,
+        collective: Callable[..., Any] = left_to_python,
+        sendrecv: Callable[..., Any] = left_to_python,
+        objects: Callable[..., Any] = left_to_python,
+    ) -> None:
+        self.collective = self.barrier = collective
+        self.sendrecv, self.objects = sendrecv, objects
+
+    def replace_by(self, other: EntryPoints) -> None:
+        self.collective, self.sendrecv = other.collective, other.sendrecv
+        self.objects, self.barrier = other.objects, other.barrier
 
 
 class Backend(abc.ABC):
@@ -39,6 +96,10 @@ class Backend(abc.ABC):
     network: Any = None  # backend whose TCP connections subgroups reuse, or None
     memory: Any = None  # backend whose shared memory subgroups reuse, or None
     memory_ranks: Sequence[int] = ()  # for each rank: its rank in ``memory``, or -1
+    parts: Sequence[Backend] = ()  # backends that this backend uses for the same ranks
+    callers: Any = None  # threads inside a call (``Callers``), or None
+    shared_by_all: Any = None  # allocates arrays for ``shared_arrays``; None: ranks share no memory
+    look_back: Any = None  # see ``ShmBackend``; None: ``Call.is_ahead`` has no effect
 
     @abc.abstractmethod
     def start(self, call: Call) -> Work:
@@ -56,13 +117,15 @@ class Backend(abc.ABC):
         """Run ``verb`` as one step of another call, for at most ``seconds``. Return the result."""
         return self.start(Call(verb, array, seconds=seconds)).wait()
 
-    def bind(self, journal: Journal) -> FastPath:
+    def bind(self, journal: Journal) -> EntryPoints:
         """Return a fast path for this group. Its calls are recorded in ``journal``."""
         return EntryPoints()
 
     def limit(self, seconds: float) -> None:
         """Set ``timeout`` for new operations, except on existing fast paths. Not collective."""
         self.timeout = seconds
+        for part in self.parts:
+            part.limit(seconds)
 
     @abc.abstractmethod
     def synchronize(self) -> None:
@@ -72,28 +135,36 @@ class Backend(abc.ABC):
     def close(self) -> None:
         """Fail pending operations and release all resources. Not collective; idempotent."""
 
-    def abort(self, cause: str | DistributedError) -> None:  # noqa: B027 (optional method)
+    def cupy_side(self) -> Backend | None:
+        """Return a backend of the same ranks for CuPy arrays; None: NCCL moves such arrays."""
+        return None
+
+    def abort(self, cause: str | DistributedError) -> None:
         """End the group on all ranks because this rank stops.
 
         The other ranks raise ``PeerLostError``. ``cause`` is the traceback of this rank as text,
         with the exception in its first line, or an error that another rank has raised. Not
         collective. Blocks for at most 0.5 s.
         """
+        for part in self.parts:
+            part.abort(cause)
 
     def lost(self, doing: str) -> DistributedError | None:
         """Return an error for the operation ``doing`` if the group is unusable. Does not block."""
-        return None
+        return next(filter(None, (part.lost(doing) for part in self.parts)), None)
 
-    def leave(self) -> None:  # noqa: B027
+    def leave(self) -> None:
         """Notify the other ranks that this rank sends no more messages. Does not block."""
+        for part in self.parts:
+            part.leave()
 
-    def abandon(self) -> None:  # noqa: B027
+    def abandon(self) -> None:  # noqa: B027 (optional method)
         """Close file descriptors only. A child that was forked from a rank calls this."""
 
     def is_busy(self) -> bool:
         """Return whether an operation of this rank has not ended. Other ranks may wait for it."""
-        return False
+        return any(part.is_busy() for part in self.parts)
 
     def is_calling(self) -> bool:
         """Return whether this thread runs a signal handler that has interrupted a call."""
-        return False
+        return self.callers is not None and self.callers.contains_this_thread()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from flashlight_py.checks import as_integer, check_integer
 from flashlight_py.distributed import verbs
 from flashlight_py.distributed.api.verb_call import COLLECTIVE, in_step, reason_of, reject_together
 from flashlight_py.distributed.backend import Backend
@@ -20,7 +21,7 @@ from flashlight_py.distributed.calls.arrays import (
 )
 from flashlight_py.distributed.calls.call import COMPOSED, PASS_FAILED, Call, Matched
 from flashlight_py.distributed.calls.call_site import caller, hide_folder
-from flashlight_py.distributed.calls.checks import as_integer, check_integer, check_rank
+from flashlight_py.distributed.calls.checks import bounds, check_rank
 from flashlight_py.distributed.calls.journal import Record, leave_to_python
 from flashlight_py.distributed.calls.kinds import is_instance
 from flashlight_py.distributed.constants import LinearOp, ReduceOp
@@ -41,7 +42,6 @@ from flashlight_py.distributed.reducers.host_memory import (
     wait_for_ranks,
 )
 from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_buckets, reduce_all
-from flashlight_py.distributed.rendezvous.environment import detect
 from flashlight_py.distributed.rendezvous.secret import REMEDY as SECRET_REMEDY
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.store import (

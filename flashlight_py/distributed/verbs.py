@@ -9,10 +9,10 @@ different first dimensions. All code that handles every verb reads this table: a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from flashlight_py._native import codes
-from flashlight_py._native.codes import ALL_TO_ALL_UNEVEN, REDUCE_SCATTER_UNEVEN
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which is fast
@@ -29,7 +29,6 @@ class Verb:
             root. ``""``: no array.
         cuts: True if the first dimension is split into one part per rank.
         ragged: True if the first dimension may differ between ranks.
-        uneven: Number of the verb for calls with ``rows``. 0: the same as ``code``.
         prefix: True if rank r combines the arrays of ranks 0 to r (exscan: 0 to r - 1).
         numbers: True if the verb accepts a number instead of an array.
         lists: True if the verb accepts a list or tuple of arrays.
@@ -41,10 +40,14 @@ class Verb:
     writes: Literal["array", "root's array", "later array", "result", "root's result", ""] = "array"
     cuts: bool = False
     ragged: bool = False
-    uneven: int = 0
     prefix: bool = False
     numbers: bool = False
     lists: bool = False
+
+    @cached_property
+    def uneven(self) -> int:
+        """Number of the verb for calls with ``rows``. 0: there is none."""
+        return getattr(codes, f"{self.name}_UNEVEN".upper(), 0)
 
     @property
     def reduces(self) -> bool:
@@ -89,21 +92,13 @@ SCAN = Verb("scan", codes.SCAN, ("op", "scale"), prefix=True, numbers=True)
 # The backend leaves the array of rank 0 unchanged; the function ``exscan`` then fills it.
 EXSCAN = Verb("exscan", codes.EXSCAN, ("op", "scale"), "later array", prefix=True, numbers=True)
 REDUCE_SCATTER = Verb(
-    "reduce_scatter",
-    codes.REDUCE_SCATTER,
-    ("op", "scale", "rows"),
-    "result",
-    cuts=True,
-    uneven=REDUCE_SCATTER_UNEVEN,
-    lists=True,
+    "reduce_scatter", codes.REDUCE_SCATTER, ("op", "scale", "rows"), "result", cuts=True, lists=True
 )
 BROADCAST = Verb("broadcast", codes.BROADCAST, ("root",), numbers=True)
 ALL_GATHER = Verb("all_gather", codes.ALL_GATHER, (), "result", ragged=True, lists=True)
 GATHER = Verb("gather", codes.GATHER, ("root",), "root's result", ragged=True)
 SCATTER = Verb("scatter", codes.SCATTER, ("root",), "result")
-ALL_TO_ALL = Verb(
-    "all_to_all", codes.ALL_TO_ALL, ("rows",), "result", cuts=True, uneven=ALL_TO_ALL_UNEVEN
-)
+ALL_TO_ALL = Verb("all_to_all", codes.ALL_TO_ALL, ("rows",), "result", cuts=True)
 BARRIER = Verb("barrier", codes.BARRIER, (), "")
 SEND = Verb("send", codes.SEND, ("tag",), "")
 RECV = Verb("recv", codes.RECV, ("tag",))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import abc
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent import futures
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic
 
-from flashlight_py.errors import CollectiveTimeoutError, DistributedError, GroupClosedError
+from flashlight_py import errors
+from flashlight_py.device import Array
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # TypeVar of Python has ``default`` only since 3.13
@@ -22,7 +24,7 @@ else:
     Result_co = TypeVar("Result_co", covariant=True)
 
 # Errors of operations. Another exception during a wait comes from a signal handler.
-FAILURES = DistributedError, ValueError, MemoryError
+FAILURES = errors.DistributedError, ValueError, MemoryError
 
 
 class Work(abc.ABC, Generic[Result_co]):
@@ -36,6 +38,7 @@ class Work(abc.ABC, Generic[Result_co]):
 
     flight: Any = None  # for a GPU collective: an object with its end time
     is_settled = False  # True if the result is stored and ``wait`` raises no new error
+    _end_time: float | None = None
 
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> Result_co:
@@ -69,7 +72,7 @@ class Work(abc.ABC, Generic[Result_co]):
 
     def end_time(self) -> float | None:
         """Return the end time in seconds of ``time.monotonic``, or None if it is unknown."""
-        return None
+        return self._end_time
 
     def cancel(self) -> None:
         """Cancel a receive from any rank. The result of the receive is then None.
@@ -97,8 +100,8 @@ def _wait_for(work: Work, ended: futures.Future[Any]) -> None:
             ended.set_exception(failure)
 
 
-def wait_timeout_error(where: str, timeout: float) -> CollectiveTimeoutError:
-    error = CollectiveTimeoutError(
+def wait_timeout_error(where: str, timeout: float) -> errors.CollectiveTimeoutError:
+    error = errors.CollectiveTimeoutError(
         f"{where}: still running after wait(timeout={timeout:g}) seconds. The operation continues. "
         "Call wait() again for its result."
     )
@@ -188,12 +191,12 @@ def wait_for(works: list[Any]) -> None:
 
     A GroupClosedError is raised last, because another failure may be its cause.
     """
-    closed: GroupClosedError | None = None
+    closed: errors.GroupClosedError | None = None
     for work in list(works):
         try:
             if not work.is_settled:
                 work.wait()
-        except GroupClosedError as failure:
+        except errors.GroupClosedError as failure:
             closed = closed or failure
         with suppress(ValueError):  # another thread has removed ``work``
             works.remove(work)
@@ -207,7 +210,7 @@ class AllOf(Work[list[Any]]):
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = list(works)
         self._ended = 0  # number of leading works that have ended
-        self._failure: DistributedError | ValueError | None = None  # set when all works have ended
+        self._failure: Exception | None = None  # set when all works have ended
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         """Wait at most ``timeout`` seconds for each operation, then raise the first failure.
@@ -217,15 +220,15 @@ class AllOf(Work[list[Any]]):
         if self._failure is not None:
             raise self._failure
         results: list[Any] = []
-        failures: list[DistributedError | ValueError] = []
+        failures: list[Exception] = []
         for work in self._works:
             try:
                 results.append(work.wait(timeout))
-            except (DistributedError, ValueError) as failure:  # noqa: PERF203
+            except (errors.DistributedError, ValueError) as failure:  # noqa: PERF203
                 failures.append(failure)  # other operations still use their arrays: continue
         if not failures:
             return results
-        first_failure = min(failures, key=lambda failure: isinstance(failure, GroupClosedError))
+        first_failure = min(failures, key=lambda error: isinstance(error, errors.GroupClosedError))
         if self.is_completed():
             self._failure = first_failure
         raise first_failure
@@ -241,3 +244,65 @@ class AllOf(Work[list[Any]]):
         """Return the latest end time of the operations, or None if an end time is unknown."""
         times = [time for work in self._works if (time := work.end_time()) is not None]
         return max(times) if times and len(times) == len(self._works) else None
+
+
+class SelfMessages:
+    """Messages of a rank to itself: for each tag, unreceived messages and waiting receives."""
+
+    def __init__(self) -> None:
+        self._sent: defaultdict[int, deque[Array]] = defaultdict(deque)
+        self._receives: defaultdict[int, deque[_Receive]] = defaultdict(deque)
+
+    def send(self, array: Array, tag: int) -> Work:
+        """Fill the oldest receive with this tag. If no receive waits, keep a copy of ``array``."""
+        if self._receives[tag]:
+            self._receives[tag].popleft().fill(array)
+        else:
+            self._sent[tag].append(array.copy())
+        return Done(array)
+
+    def recv(self, array: Array, tag: int, partial: bool = False) -> Work:
+        """Fill ``array`` with the oldest message with this tag, or with the next one that is sent.
+
+        With ``partial``, the message may have fewer rows. The result is then the filled part.
+        """
+        receive = _Receive(array, tag, partial)
+        if self._sent[tag]:
+            receive.fill(self._sent[tag].popleft())
+        else:
+            self._receives[tag].append(receive)
+        return receive
+
+
+class _Receive(Work):
+    def __init__(self, array: Array, tag: int, partial: bool) -> None:
+        self._array, self._tag, self._partial = array, tag, partial
+        self._is_completed = False
+        self._error: str | None = (
+            f"[irecv] this rank waits for a message from itself with tag {tag}, but has not sent "
+            "one. Call isend before wait()."
+        )
+
+    def fill(self, sent: Array) -> None:
+        """Store a message. If its shape or dtype is wrong, ``wait`` raises MismatchError."""
+        array = self._array
+        if self._partial and sent.ndim == array.ndim:
+            array = self._array = array[: sent.shape[0]]
+        if sent.shape == array.shape and sent.dtype == array.dtype:
+            array[...] = sent
+            self._error = None
+        else:
+            self._error = (
+                f"[irecv] message of this rank to itself, tag {self._tag}: expected {array.dtype} "
+                f"{array.shape}, got {sent.dtype} {sent.shape}. Pass equal shapes and dtypes."
+            )
+        self._is_completed = True
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the array. If this rank has sent no message, raise instead of blocking."""
+        if self._error is not None:
+            raise errors.MismatchError(self._error)
+        return self._array
+
+    def is_completed(self) -> bool:
+        return self._is_completed

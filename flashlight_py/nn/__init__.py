@@ -2,6 +2,8 @@
 
 from importlib import import_module
 
+from flashlight_py.names import export
+
 # The submodule that defines each public name. `scripts/stubs` writes the same table into a stub.
 _HOMES = {
     "module": ["Module"],
@@ -21,14 +23,11 @@ _HOMES = {
     "recompute": ["recompute"],
     "loading": ["load_torch"],
 }
-for _home, _names in _HOMES.items():
-    _module = import_module(f"{__name__}.{_home}")
-    globals().update({name: getattr(_module, name) for name in _names})
 # Layers of fl.parallel, imported at their first use, because fl.parallel imports this package.
 _ABOVE = {"BatchNorm": "flashlight_py.parallel.batch_norm"}
 
 __all__ = ["init", "BatchNorm"]
-__all__ += [name for names in _HOMES.values() for name in names]
+export(globals(), _HOMES)
 
 
 def __getattr__(name: str) -> object:

@@ -11,6 +11,7 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions import losses
 from flashlight_py.autograd.functions.activations import is_by_tanh
 from flashlight_py.autograd.functions.elementwise import check_ratio
+from flashlight_py.checks import check_integer
 from flashlight_py.device import widened
 from flashlight_py.nn import init
 from flashlight_py.nn.module import Module
@@ -60,6 +61,7 @@ class Function(Plain):
     """A module that calls ``function(*inputs, **options)``. Its attributes are the ``options``."""
 
     def __init__(self, function: Callable[..., Variable], **options: Any) -> None:
+        losses.check_loss_reduction(options.get("reduction", "mean"))
         self._function, self._options = function, tuple(options)
         vars(self).update(options)
 
@@ -245,12 +247,7 @@ class Embedding(Module):
 
 def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
     """Return ``sizes``. TypeError unless all are integers. ValueError if one is below ``least``."""
-    for name, value in sizes.items():
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-            raise TypeError(f"{layer}: {name} must be an integer, got {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{layer}: {name} must be at least {least}, got {value}")
-    return tuple(map(int, sizes.values()))
+    return tuple(check_integer(layer, name, value, least) for name, value in sizes.items())
 
 
 class Container(Module):
@@ -392,7 +389,7 @@ class MeanAbsoluteError(Function):
     """The mean of ``abs(prediction - target)``."""
 
     def __init__(self, reduction: str = "mean") -> None:
-        super().__init__(F.mean_absolute_error, reduction=losses.check_loss_reduction(reduction))
+        super().__init__(F.mean_absolute_error, reduction=reduction)
 
 
 class HuberLoss(Function):
@@ -407,7 +404,6 @@ class HuberLoss(Function):
     def __init__(self, reduction: str = "mean", delta: float = 1.0) -> None:
         if not delta > 0:
             raise ValueError(f"HuberLoss: delta must be above 0, got {delta}")
-        reduction = losses.check_loss_reduction(reduction)
         super().__init__(losses.huber_loss, reduction=reduction, delta=delta)
 
 
@@ -419,14 +415,14 @@ class KLDivergence(Function):
     """
 
     def __init__(self, reduction: str = "mean") -> None:
-        super().__init__(losses.kl_divergence, reduction=losses.check_loss_reduction(reduction))
+        super().__init__(losses.kl_divergence, reduction=reduction)
 
 
 class BinaryCrossEntropy(Function):
     """The mean of ``-target * log(p) - (1 - target) * log(1 - p)``, where p is a probability."""
 
     def __init__(self, reduction: str = "mean") -> None:
-        super().__init__(F.binary_cross_entropy, reduction=losses.check_loss_reduction(reduction))
+        super().__init__(F.binary_cross_entropy, reduction=reduction)
 
 
 class CategoricalCrossEntropy(Function):
@@ -440,7 +436,6 @@ class CategoricalCrossEntropy(Function):
     ) -> None:
         losses.check_smoothing(label_smoothing)
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        reduction = losses.check_loss_reduction(reduction)
         super().__init__(F.categorical_cross_entropy, reduction=reduction, **options)
 
 
@@ -453,6 +448,5 @@ class ConnectionistTemporalClassification(Function):
     def __init__(
         self, blank: int = 0, reduction: str = "mean", zero_infinity: bool = False
     ) -> None:
-        options: dict[str, Any] = {"blank": blank, "zero_infinity": zero_infinity}
-        options["reduction"] = losses.check_loss_reduction(reduction)
-        super().__init__(F.connectionist_temporal_classification, **options)
+        options = {"reduction": reduction, "zero_infinity": zero_infinity}
+        super().__init__(F.connectionist_temporal_classification, blank=blank, **options)

@@ -69,11 +69,8 @@ def load_torch(
         name = aliases.get(name, name)
         if name in module_state or name.rpartition(".")[2] != _IGNORED:
             array = _as_array(source_name, value)
-            if (
-                name in module_state
-                and name in arrays
-                and not np.array_equal(arrays[name], array, True)
-            ):
+            is_second = name in module_state and name in arrays
+            if is_second and not np.array_equal(arrays[name], array, True):
                 raise ValueError(f"load_torch: {source_name!r} and {name!r} must have equal values")
             arrays[name] = array
     missing = [name for name in module_state if name not in arrays]

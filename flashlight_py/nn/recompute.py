@@ -112,14 +112,12 @@ def _with_repetition(result: Any, repeat: Callable[[], list[Variable]]) -> Any:
 
 
 def _variables(result: Any) -> list[Variable]:
-    if isinstance(result, Variable):
-        return [result]
-    inside = result.values() if isinstance(result, dict) else result
-    items = inside if isinstance(result, (dict, list, tuple)) else ()
-    return [variable for item in items for variable in _variables(item)]
+    variables: list[Variable] = []
+    _mapped(result, variables.append)
+    return variables
 
 
-def _mapped(result: Any, change: Callable[[Variable], Variable]) -> Any:
+def _mapped(result: Any, change: Callable[[Variable], Any]) -> Any:
     if isinstance(result, Variable):
         return change(result)
     if isinstance(result, dict):

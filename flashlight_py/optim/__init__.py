@@ -1,6 +1,6 @@
 """Optimizers that update parameters by their gradients, learning-rate schedules, and clipping."""
 
-from importlib import import_module
+from flashlight_py.names import export
 
 # The submodule that defines each public name. `scripts/stubs` writes the same table into a stub.
 _HOMES = {
@@ -15,8 +15,4 @@ _HOMES = {
         *("CosineAnnealingLR", "OneCycleLR", "SequentialLR", "ReduceLROnPlateau"),
     ],
 }
-for _home, _names in _HOMES.items():
-    _module = import_module(f"{__name__}.{_home}")
-    globals().update({name: getattr(_module, name) for name in _names})
-
-__all__ = [name for names in _HOMES.values() for name in names]
+export(globals(), _HOMES)

@@ -96,21 +96,14 @@ def _adagrad(numbers: Numbers, param: Array, grad: Array, square: Array) -> Resu
     return param * shrink - grad / (_sqrt(square) + eps) * lr, square
 
 
-def _rmsprop(numbers: Numbers, param: Array, grad: Array, square: Array) -> Results:
+def _rmsprop(numbers: Numbers, param: Array, grad: Array, square: Array, *mean: Array) -> Results:
     rho, rest, eps, lr, shrink = numbers
-    square = _normal(square * rho + grad * grad * rest)
-    return param * shrink - grad / (_sqrt(square) + eps) * lr, square
-
-
-def _rmsprop_centered(
-    numbers: Numbers, param: Array, grad: Array, square: Array, mean: Array
-) -> Results:
-    rho, rest, eps, lr, shrink = numbers
-    square = _normal(square * rho + grad * grad * rest)
-    mean = _normal(mean * rho + grad * rest)
-    # Rounding may give negative differences.
-    variance = array_module(square).maximum(square - mean * mean, 0)
-    return param * shrink - grad / (_sqrt(variance) + eps) * lr, square, mean
+    square = variance = _normal(square * rho + grad * grad * rest)
+    if mean:  # "rmsprop_centered"
+        mean = (_normal(mean[0] * rho + grad * rest),)
+        # Rounding may give negative differences.
+        variance = array_module(square).maximum(square - mean[0] * mean[0], 0)
+    return param * shrink - grad / (_sqrt(variance) + eps) * lr, square, *mean
 
 
 def _adadelta(numbers: Numbers, param: Array, grad: Array, square: Array, change: Array) -> Results:
@@ -128,7 +121,7 @@ def _novograd(numbers: Numbers, param: Array, grad: Array, mean: Array) -> Resul
 
 RULES: dict[str, Callable[..., Results]] = {
     "sgd": _sgd, "momentum": _momentum, "adam": _adam, "amsgrad": _amsgrad, "adagrad": _adagrad,
-    "rmsprop": _rmsprop, "rmsprop_centered": _rmsprop_centered, "adadelta": _adadelta,
+    "rmsprop": _rmsprop, "rmsprop_centered": _rmsprop, "adadelta": _adadelta,
     "novograd": _novograd,
 }  # fmt: skip
 

@@ -190,13 +190,9 @@ class FirstOrderOptimizer(Structured, ABC):
         Arrays are not copied. With sharded parameters the call is collective. Arrays of these
         parameters are complete, in the unsharded shape, and may be copies.
         """
-        complete = {
-            name: [
-                self._full_state(position, entry) for position, entry in enumerate(listed(entries))
-            ]
-            for name, entries in self._state().items()
-        }
-        return {"lr": self.lr, **complete}
+        state = {name: listed(entries) for name, entries in self._state().items()}
+        full = {name: list(map(self._full_state, self.params, state[name])) for name in state}
+        return {"lr": self.lr, **full}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy ``state`` into this optimizer, in place and across devices.
@@ -214,27 +210,20 @@ class FirstOrderOptimizer(Structured, ABC):
             raise ValueError(f"{refused}: expected the entries {names}, got {sorted(state)}")
         entries = []
         for name, values in current.items():
-            if len(state[name]) != len(values):
-                raise ValueError(
-                    f"{refused}: expected {name!r} of {len(values)} parameters, got "
-                    f"{len(state[name])}"
-                )
+            if (got := len(state[name])) != (n := len(values)):
+                raise ValueError(f"{refused}: expected {name!r} of {n} parameters, got {got}")
             pairs = enumerate(zip(state[name], listed(values), strict=True))
             entries += [(name, at, new, old, self.params[at]) for at, (new, old) in pairs]
         for name, position, new, old, variable in entries:
-            expected, got = getattr(old, "shape", None), getattr(new, "shape", None)
+            expected, shape = getattr(old, "shape", None), getattr(new, "shape", None)
             if expected is not None and variable.placement is not None:
                 expected = variable.placement.shape
-            if got != expected:
-                raise ValueError(
-                    f"{refused}: expected {name!r} of parameter {position} with shape {expected}, "
-                    f"got {got}"
-                )
+            entry = f"{name!r} of parameter {position}"
+            if shape != expected:
+                raise ValueError(f"{refused}: expected {entry} with shape {expected}, got {shape}")
             if isinstance(current[name], np.ndarray) and not _is_number_like(new, old):
                 kind = "a whole number of at least 0" if isinstance(old, int) else "a number"
-                raise ValueError(
-                    f"{refused}: {name!r} of parameter {position} must be {kind}, got {new!r}"
-                )
+                raise ValueError(f"{refused}: {entry} must be {kind}, got {new!r}")
         self.lr = state["lr"]  # if lr is invalid, nothing is copied
         for name, position, new, old, variable in entries:
             if not hasattr(old, "shape"):
@@ -253,13 +242,9 @@ class FirstOrderOptimizer(Structured, ABC):
         """Return lists or 1-D arrays with one entry per parameter, by name, for ``state_dict``."""
         return {}
 
-    def _full_state(self, position: int, entry: Any) -> Any:
-        placement = self.params[position].placement
-        return (
-            entry
-            if placement is None or not hasattr(entry, "shape")
-            else placement.full_state(entry)
-        )
+    def _full_state(self, variable: Variable, entry: Any) -> Any:
+        is_placed = variable.placement is not None and hasattr(entry, "shape")
+        return variable.placement.full_state(entry) if is_placed else entry
 
 
 def _is_number_like(value: Any, old: int | float) -> bool:
@@ -444,13 +429,11 @@ class RuleOptimizer(FirstOrderOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         in_common = list(map(is_in_common, self.params))
-        states = tuple(
-            [
-                self._full_state(n, entry) if in_common[n] else entry
-                for n, entry in enumerate(entries)
-            ]
-            for entries in self._states
-        )
+
+        def full(variable: Variable, entry: Any) -> Any:
+            return self._full_state(variable, entry) if is_in_common(variable) else entry
+
+        states = tuple(list(map(full, self.params, entries)) for entries in self._states)
         made_for = zip(self._made_for, in_common, strict=True)
         made = [None if common else shards for shards, common in made_for]
         counts = [name for name in ("_steps", "_square_norms") if name in vars(self)]

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from flashlight_py.checks import check_integer
 from flashlight_py.optim.optimizer import check_at_least_zero
 
 # Function of the base rate and the number of steps. It returns the rate.
@@ -112,7 +113,10 @@ class StepLR(LearningRateSchedule):
     """A rate that is multiplied by ``gamma`` after every ``step_size`` steps."""
 
     def __init__(self, optimizer: HasRate, step_size: int, gamma: float = 0.1) -> None:
-        size, gamma = _steps("step_size", step_size), check_at_least_zero("gamma", gamma)
+        size, gamma = (
+            check_integer("StepLR", "step_size", step_size, 1),
+            check_at_least_zero("gamma", gamma),
+        )
         super().__init__(optimizer, lambda base, step: base * gamma ** (step // size))
 
 
@@ -147,7 +151,7 @@ class LinearLR(LearningRateSchedule):
     ) -> None:  # fmt: skip
         start = check_at_least_zero("start_factor", start_factor)
         end = check_at_least_zero("end_factor", end_factor)
-        total = _steps("total_iters", total_iters)
+        total = check_integer("LinearLR", "total_iters", total_iters, 1)
         super().__init__(
             optimizer, lambda base, step: base * (start + (end - start) * min(step, total) / total)
         )
@@ -161,7 +165,10 @@ class CosineAnnealingLR(LearningRateSchedule):
     """
 
     def __init__(self, optimizer: HasRate, T_max: int, eta_min: float = 0.0) -> None:
-        total, low = _steps("T_max", T_max), check_at_least_zero("eta_min", eta_min)
+        total, low = (
+            check_integer("CosineAnnealingLR", "T_max", T_max, 1),
+            check_at_least_zero("eta_min", eta_min),
+        )
         super().__init__(optimizer, lambda base, step: _cosine(base, low, step / total))
 
 
@@ -196,13 +203,14 @@ class OneCycleLR(LearningRateSchedule):
         if total_steps is None:
             if epochs is None or steps_per_epoch is None:
                 raise ValueError("OneCycleLR: expected total_steps, or epochs and steps_per_epoch")
-            total_steps = _steps("epochs", epochs) * _steps("steps_per_epoch", steps_per_epoch)
+            count = check_integer("OneCycleLR", "epochs", epochs, 1)
+            total_steps = count * check_integer("OneCycleLR", "steps_per_epoch", steps_per_epoch, 1)
         if anneal_strategy not in _SHAPES:
             raise ValueError(f"anneal_strategy must be cos or linear, got {anneal_strategy!r}")
         for name, factor in (("div_factor", div_factor), ("final_div_factor", final_div_factor)):
             if not factor > 0:
                 raise ValueError(f"{name} must be above 0, got {factor}")
-        self.total_steps = total = _steps("total_steps", total_steps)
+        self.total_steps = total = check_integer("OneCycleLR", "total_steps", total_steps, 1)
         top, shape = check_at_least_zero("max_lr", max_lr), _SHAPES[anneal_strategy]
         first, up = top / div_factor, pct_start * total
         turns = [  # step and rate at the begin of the cycle and at the end of each phase
@@ -329,11 +337,3 @@ _SHAPES: dict[str, Callable[[float, float, float], float]] = {
     "cos": _cosine,
     "linear": lambda start, end, part: start + (end - start) * part,
 }
-
-
-def _steps(name: str, value: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return int(value)

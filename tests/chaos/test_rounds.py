@@ -4,6 +4,8 @@ A sample of the rounds of ``python -m tests.chaos``. The ordinary run contains e
 the slow run each pair of a backend and a fault.
 """
 
+from itertools import product
+
 import pytest
 
 from tests.chaos.rounds import BACKENDS, FATES, Round, play
@@ -27,9 +29,8 @@ def sample(backend: str, fate: str) -> list[str]:
 
 ORDINARY = [("gloo", "kill"), ("hierarchical", "exception"), ("shm", "interrupt")]
 PAIRS = [
-    pytest.param(backend, fate, marks=[] if (backend, fate) in ORDINARY else pytest.mark.slow)
-    for backend in BACKENDS
-    for fate in FATES
+    pytest.param(*pair, marks=() if pair in ORDINARY else pytest.mark.slow)
+    for pair in product(BACKENDS, FATES)
 ]
 
 

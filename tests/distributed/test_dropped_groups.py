@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.calls import fast_path
+from flashlight_py.distributed import backend as backends
 from flashlight_py.distributed.groups import membership
 from flashlight_py.parallel import functional
 from tests.distributed.conformance import on_ranks, ranks_in
@@ -37,7 +37,7 @@ def drop_groups(rank: int, size: int, count: int) -> None:
 
 def count_held(rank: int, size: int) -> tuple[int, int]:
     end = time.monotonic() + 20
-    while fast_path.dropped and time.monotonic() < end:  # their messages end without a call
+    while backends.dropped and time.monotonic() < end:  # their messages end without a call
         membership.close_dropped()
         time.sleep(0.001)
     fl.barrier()
@@ -160,7 +160,7 @@ class _Interrupted:
 
 def test_group_is_closed_later_if_its_closing_was_interrupted() -> None:
     backend, group = _Interrupted(), fl.ProcessGroup(None)
-    membership._watched[weakref.ref(group, fast_path.dropped.append)] = [backend]
+    membership._watched[weakref.ref(group, backends.dropped.append)] = [backend]
     del group
     with pytest.raises(KeyboardInterrupt):
         membership.close_dropped()
@@ -168,7 +168,7 @@ def test_group_is_closed_later_if_its_closing_was_interrupted() -> None:
     assert backend.closed == 2
     membership.close_dropped()
     assert backend.closed == 2
-    assert not fast_path.dropped
+    assert not backends.dropped
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])

@@ -297,22 +297,19 @@ def test_init_rejects_a_rank_unlike_the_environment(monkeypatch: pytest.MonkeyPa
 
 
 def join_worlds(rank: int, size: int, ports: list[int], path: str) -> list[int]:
-    """Pass rank and size in the first three worlds, and read them from the environment in the last.
+    results: list[int] = []
 
-    Keys in params override the environment, which provides the other values.
-    """
-    results, address = [], {"MASTER_ADDR": "localhost"}
-    os.environ |= {"MASTER_ADDR": "nowhere", "MASTER_PORT": str(ports[2])}
-    for passed, params in (
-        *((f"tcp://localhost:{ports[0]}", {}), (f"file://{path}", {}), (None, address)),
-        (f"tcp://localhost:{ports[1]}", {}),
-    ):
-        rank_and_size = (rank, size) if len(results) < 3 else (-1, -1)
-        if len(results) == 3:
-            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
-        fl.distributed_init(passed, *rank_and_size, {"TIMEOUT": "30", **params})
+    def join(init_method: str | None, *rank_and_size: int, **params: str) -> None:
+        fl.distributed_init(init_method, *rank_and_size, {"TIMEOUT": "30", **params})
         results.append(int(fl.all_reduce(np.array([rank + 1]))[0]))
         fl.distributed_shutdown()
+
+    os.environ |= {"MASTER_ADDR": "nowhere", "MASTER_PORT": str(ports[2])}
+    join(f"tcp://localhost:{ports[0]}", rank, size)
+    join(f"file://{path}", rank, size)
+    join(None, rank, size, MASTER_ADDR="localhost")  # the port is in the environment
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    join(f"tcp://localhost:{ports[1]}", -1, -1)
     return results
 
 

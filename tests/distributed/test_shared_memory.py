@@ -23,7 +23,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import _native
 from flashlight_py.distributed.backends.hierarchical_calls import cut_evenly
-from flashlight_py.distributed.memory import topology
+from flashlight_py.distributed.memory import memory_file
 from tests.distributed import conformance, programs
 from tests.distributed.conformance import (
     BACKENDS,
@@ -495,7 +495,7 @@ def test_host_array_raises_if_the_loading_rank_is_killed(rank: int, size: int) -
 @on_ranks(("shm", 2), fresh=True)
 def test_host_array_removes_its_name_in_dev_shm(rank: int, size: int) -> None:
     """Memory is shared by name, as between containers of a pod."""
-    topology.process_space = lambda: ""  # type: ignore[assignment]
+    memory_file.process_space = lambda: ""  # type: ignore[assignment]
     x = fl.host_array(lambda: np.full(1000, 3.0))
     fl.barrier()
     assert x.sum() == 3000

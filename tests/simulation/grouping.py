@@ -60,9 +60,6 @@ class _World(Joined):
         """Return a group of ``ranks`` on these connections, or in this memory."""
         return Subgroup(self, ranks, count, False)
 
-    def part(self, store: Store, _: float) -> Backend:
-        return Joined(store.rank, store.size)
-
     def start(self, call: Call) -> Work:
         if call.verb is SEND:
             self._to(call.peer).sendall(call.array.tobytes())

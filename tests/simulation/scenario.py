@@ -114,6 +114,7 @@ def native_stood_in_for() -> Iterator[None]:
     stand_ins: dict[tuple[Any, str], Any] = {
         (joining, "ShmBackend"): _JoinedByMemory,
         (joining, "GlooBackend"): _JoinedByNetwork,
+        (joining, "GlooPart"): lambda _, store, __: Joined(store.rank, store.size),
         (joining, "HierarchicalBackend"): lambda rank, hosts, inside, between, flat, *_: Joined(
             rank, flat.size
         ),
@@ -123,10 +124,9 @@ def native_stood_in_for() -> Iterator[None]:
         (initialize, "abort"): SimpleNamespace(
             install_hooks=lambda: None, uninstall_hooks=lambda: None
         ),
-        (topology, "MemoryFile"): _Memory,
         (memory_file, "MemoryFile"): _Memory,
         (topology, "_read_problem"): _unreadable,
-        (topology, "process_space"): lambda: f"{system.gethostname()} pid",
+        (memory_file, "process_space"): lambda: f"{system.gethostname()} pid",
     }
     with ExitStack() as ends:
         for (module, name), value in stand_ins.items():

@@ -1,13 +1,12 @@
 """Differentiable functions on variables, one family per file."""
 
-from importlib import import_module
+from flashlight_py.names import export
 
 # The submodule that defines each public name. `scripts/stubs` writes the same table into a stub.
 _HOMES = {
     "elementwise": [
         *("negative", "add", "sub", "mul", "div", "pow", "maximum", "minimum", "exp", "log"),
-        *("sqrt", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "clamp", "clip"),
-        "dropout",
+        *("sqrt", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "clamp", "clip", "dropout"),
     ],
     "dimensions": [
         *("sum", "mean", "var", "max", "min", "matmul", "linear", "linear_relu", "reshape"),
@@ -30,8 +29,4 @@ _HOMES = {
     ],
     "convolution": ["conv2d", "pool2d"],
 }
-for _home, _names in _HOMES.items():
-    _module = import_module(f"{__name__}.{_home}")
-    globals().update({name: getattr(_module, name) for name in _names})
-
-__all__ = [name for names in _HOMES.values() for name in names]
+export(globals(), _HOMES)

@@ -15,7 +15,7 @@ from flashlight_py.autograd.functions.elementwise import as_variable, check_fill
 from flashlight_py.autograd.native import record_mapped
 from flashlight_py.autograd.variable import Input, Variable, record, record_pair
 from flashlight_py.device import Array, array_module, narrowed, widened
-from flashlight_py.erf import MIDDLE, NEAR, SPLIT, quotient
+from flashlight_py.erf import erf_of
 
 
 def _function(
@@ -40,9 +40,8 @@ def log1p(x: Input) -> Variable:
 def erf(x: Input) -> Variable:
     """Return ``2 / sqrt(pi)`` times the integral of ``exp(-t * t)`` from t = 0 to ``x``."""
     factor = 2 / math.sqrt(math.pi)
-    return _function(
-        x, lambda xp, a: erf_of(a), lambda xp, a, out, grad: grad * xp.exp(-a * a) * factor
-    )
+    slope = lambda xp, a, out, grad: grad * xp.exp(-a * a) * factor  # noqa: E731
+    return _function(x, lambda xp, a: erf_of(a), slope)
 
 
 def gelu(x: Input, approximate: bool | str = False) -> Variable:
@@ -196,16 +195,3 @@ def glu(x: Input, axis: int = -1) -> Variable:
         return xp.concatenate([of_first, of_first * (1 - gate) * first], axis=axis)
 
     return record(narrowed(first * gate, x.data), (x, vjp))
-
-
-def erf_of(array: Array) -> Any:
-    """Return the error function of a float32 or float64 array, as a new array, within 4 ulp.
-
-    Cody has a third approximation for absolute values of at least 4. It is not used: there, 1 - erf
-    is below 2e-8, so that the 8 correct digits of the second approximation suffice.
-    """
-    xp = array_module(array)
-    size = xp.minimum(xp.abs(array), 6.0)  # erf(6) rounds to 1
-    square = size * size
-    small, large = array * quotient(NEAR, square), 1 - xp.exp(-square) * quotient(MIDDLE, size)
-    return xp.where(size < SPLIT, small, xp.copysign(large, array))

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.autograd.functions.elementwise import as_variable, check_filled, check_ratio
-from flashlight_py.autograd.native import as_contiguous, kernel, random_keep_mask, record_jointly
+from flashlight_py.autograd.native import kernel, record_jointly
 from flashlight_py.autograd.precision import as_half
 from flashlight_py.autograd.variable import Input, Variable
-from flashlight_py.device import Array, array_module, narrowed, widened
-from flashlight_py.random import generator
+from flashlight_py.device import Array, array_module, as_packed, narrowed, widened
+from flashlight_py.random import generator, keep_mask
 
 _KEYS = 64  # keys per tile, as in csrc/nn/attentions.inc
 
@@ -80,10 +80,8 @@ def self_attention(
         )
     check_filled("self_attention", x)
     batch, positions, width = x.shape
-    packed = as_contiguous(widened(x.data))
-    parts = packed.reshape(batch, positions, 3, heads, width // (3 * heads)).transpose(
-        2, 0, 3, 1, 4
-    )
+    packed = as_packed(widened(x.data))
+    parts = packed.reshape(batch, positions, 3, heads, -1).transpose(2, 0, 3, 1, 4)
     work = _Attention(list(parts), mask, causal, dropout, None, packed)
     out = work.forward().transpose(0, 2, 1, 3).reshape(batch, positions, width // 3)
 
@@ -125,7 +123,7 @@ class _Attention:
                 f"{self.shape}, got shape {mask.shape}"
             )
         mask = padded if padded.dtype == np.bool_ else padded.astype(dtype, copy=False)
-        return as_contiguous(mask)
+        return as_packed(mask)
 
     def forward(self) -> Array:
         q, _, v = self.arrays
@@ -159,7 +157,7 @@ class _Attention:
         grad = widened(grad)
         if self.native is None:
             return self._backward_of_arrays(grad)
-        grad = as_contiguous(grad.transpose(0, 2, 1, 3))
+        grad = as_packed(grad.transpose(0, 2, 1, 3))
         packed, q = self.packed, self.arrays[0]
         back: Any = kernel("attention_back" if packed is None else "packed_attention_back", q)
         inputs = grad, self.out, self.saved, *self.inputs, self.mask, self.seed
@@ -191,7 +189,7 @@ class _Attention:
             return weights, 1.0
         rows = heads * queries
         ratio = self.numbers[1]
-        kept = random_keep_mask(self.seed, sample * rows, rows, keys, _KEYS, ratio)
+        kept = keep_mask(self.seed, sample * rows, rows, keys, _KEYS, ratio)
         return weights, kept.reshape(weights.shape) * weights.dtype.type(1 / (1 - ratio))
 
     def _forward_of_arrays(self) -> Array:
@@ -217,5 +215,5 @@ def _laid_out(x: Array) -> tuple[Array, tuple[int, int, int, int], bool]:
     _, heads, rows, width = x.shape
     across = x.transpose(0, 2, 1, 3)
     if across.flags.c_contiguous:
-        return as_contiguous(across), (0, heads * rows * width, width, heads * width), True
-    return as_contiguous(x), (0, heads * rows * width, rows * width, width), False
+        return as_packed(across), (0, heads * rows * width, width, heads * width), True
+    return as_packed(x), (0, heads * rows * width, rows * width, width), False

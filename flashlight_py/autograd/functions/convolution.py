@@ -15,10 +15,10 @@ import numpy as np
 from flashlight_py.autograd.functions.dimensions import reshape
 from flashlight_py.autograd.functions.elementwise import add, as_variable
 from flashlight_py.autograd.graph import Vjp
-from flashlight_py.autograd.native import as_contiguous, channels_last, channels_second, kernel
+from flashlight_py.autograd.native import channels_last, channels_second, kernel
 from flashlight_py.autograd.precision import as_floating, as_half
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
-from flashlight_py.device import Array, array_module, narrowed, widened
+from flashlight_py.device import Array, array_module, as_packed, narrowed, widened
 
 Pair: TypeAlias = int | tuple[int, int]
 _Two: TypeAlias = tuple[int, int]
@@ -98,12 +98,8 @@ def conv2d(
     bias = None if bias is None else as_half(bias)
     w = _windows_of_conv(x, weight, bias, stride, padding, dilation, groups)
     dtype = np.result_type(*(v.dtype for v in (x, weight, bias) if v is not None))
-
-    def read(variable: Variable) -> Array:
-        return widened(variable.data.astype(dtype, copy=False))
-
-    images, filters = _rows(read(x)), as_contiguous(read(weight))
-    added = None if bias is None else as_contiguous(read(bias))
+    images, filters = _rows(_read(x, dtype)), as_packed(_read(weight, dtype))
+    added = None if bias is None else as_packed(_read(bias, dtype))
     out = _compute("conv_forward", _to_output, w, w.outputs, images, filters, added)
     # A sharded weight is not kept, to save memory. The backward pass reads it again.
     kept = filters if weight.placement is None else None
@@ -117,7 +113,7 @@ def conv2d(
         return _compute("conv_to_bias", lambda _, rows: rows.sum((0, 1, 2)), w, shape[:1], rows)
 
     def x_vjp(grad: Array) -> Array:
-        filters = as_contiguous(read(weight)) if kept is None else kept
+        filters = as_packed(_read(weight, dtype)) if kept is None else kept
         grads = _compute("conv_to_input", _to_input, w, w.inputs, _rows(grad), filters)
         return channels_second(grads)
 
@@ -145,8 +141,7 @@ def conv_transpose2d(
     images = Variable(np.broadcast_to(0, (x.shape[0], in_group * groups, *size)))
     w = _windows_of_conv(images, weight, None, stride, padding, dilation, groups)
     dtype = np.result_type(x.dtype, weight.dtype)
-    rows, filters = (widened(variable.data.astype(dtype, copy=False)) for variable in (x, weight))
-    rows, filters = _rows(rows), as_contiguous(filters)
+    rows, filters = _rows(_read(x, dtype)), as_packed(_read(weight, dtype))
     out = channels_second(_compute("conv_to_input", _to_input, w, w.inputs, rows, filters))
 
     def weight_vjp(grad: Array) -> Array:
@@ -211,9 +206,13 @@ def pool2d(
     return record(narrowed(channels_second(out), x.data), (x, vjp))
 
 
+def _read(variable: Variable, dtype: np.dtype[Any]) -> Array:
+    return widened(variable.data.astype(dtype, copy=False))
+
+
 def _rows(images: Array) -> Array:
     """Return images as the kernels expect them: float32 or wider, with channels last."""
-    return as_contiguous(channels_last(widened(images)))
+    return as_packed(channels_last(widened(images)))
 
 
 def _compute(
@@ -300,9 +299,7 @@ def as_two(name: str, value: Any, least: int) -> _Two:
     """
     two = (value, value) if isinstance(value, (int, np.integer)) else value
     is_pair = isinstance(two, (tuple, list)) and len(two) == 2
-    if not is_pair or not all(
-        type(number) is int or isinstance(number, np.integer) for number in two
-    ):
+    if not is_pair or any(type(n) is not int and not isinstance(n, np.integer) for n in two):
         raise TypeError(f"{name} must be an integer or a pair of integers, got {value!r}")
     if min(two) < least or max(two) >= 2**31:
         raise ValueError(f"{name} must be at least {least} and below 2**31, got {value!r}")

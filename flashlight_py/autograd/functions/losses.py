@@ -9,14 +9,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from flashlight_py import kernels
+from flashlight_py import device, kernels
 from flashlight_py.autograd.functions import dimensions
 from flashlight_py.autograd.functions.elementwise import check_filled, div
 from flashlight_py.autograd.functions.selecting import added, integers
-from flashlight_py.autograd.native import as_contiguous, kernel
+from flashlight_py.autograd.native import kernel
 from flashlight_py.autograd.precision import as_float32, as_floating
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
-from flashlight_py.device import Array, array_module, constant, is_cupy, narrowed, total, widened
+from flashlight_py.device import Array, array_module, as_packed, is_cupy, narrowed, total, widened
 from flashlight_py.structure import require_all
 
 
@@ -48,7 +48,7 @@ def _softmax(name: str, x: Input, axis: int) -> Variable:
     width = array.shape[axis] if x.ndim else 1
     made, sizes = ((array.shape, array.dtype),), (x.size // width, width)
     if native is not None:
-        out = native(made, sizes, (), as_contiguous(array))
+        out = native(made, sizes, (), as_packed(array))
     else:
         wide = widened(array)
         shifted = wide - wide.max(axis=axis, keepdims=True)
@@ -59,7 +59,7 @@ def _softmax(name: str, x: Input, axis: int) -> Variable:
     def vjp(grad: Array) -> Any:
         if native is not None:
             backward_kernel: Any = kernel(f"{name}_back", out)
-            return backward_kernel(made, sizes, (), as_contiguous(grad), out)
+            return backward_kernel(made, sizes, (), as_packed(grad), out)
         grad = widened(grad) if is_log else grad * out
         return grad - (xp.exp(out) if is_log else out) * grad.sum(axis=axis, keepdims=True)
 
@@ -88,7 +88,7 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     error = widened(difference)
     flat = error.reshape(-1)
     mean = array_module(p).asarray(flat.dot(flat) / p.size, difference.dtype)
-    slope = constant(scale, error)
+    slope = device.constant(scale, error)
     of_target = (target, lambda grad: error * (grad * -slope))
     return record_all(mean, [(prediction, lambda grad: error * (grad * slope)), of_target])
 
@@ -221,10 +221,9 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
     def value(xp: Any, p: Array, t: Array) -> Any:
         hint = "pass sigmoid(x), or x to binary_cross_entropy_with_logits; nan: the model diverged"
         for subject, array in (("probabilities", p), ("targets", t)):
-            limits = (
-                f"binary_cross_entropy: {subject} of shape {p.shape} must be 0 to 1 ({hint}), got"
-            )
-            require_all((array >= 0) & (array <= 1), array, partial(_value_error, limits))
+            limits = f"{subject} of shape {p.shape} must be 0 to 1 ({hint}), got"
+            error = partial(_value_error, f"binary_cross_entropy: {limits}")
+            require_all((array >= 0) & (array <= 1), array, error)
         log, log_of_rest = logs(xp, p)
         return (t - 1) * log_of_rest - t * log
 
@@ -370,10 +369,8 @@ def _check_sequences(
     counted = xp.arange(labels.shape[1]) < numbers[1][:, None]
     right = ((labels >= 0) & (labels < classes) & (labels != blank)) | ~counted
     limits = f"{name}: targets must be in 0..{classes - 1} and not {blank} (blank), got targets of"
-    limits = (
-        f"{limits} shape {labels.shape} for log probabilities of shape {logs.shape} with target"
-    )
-    require_all(right, labels, partial(_value_error, limits))
+    shapes = f"shape {labels.shape} for log probabilities of shape {logs.shape} with target"
+    require_all(right, labels, partial(_value_error, f"{limits} {shapes}"))
     return xp.where(counted, labels, blank), numbers[0], numbers[1]
 
 
@@ -381,11 +378,10 @@ def _value_error(limits: str, value: Any) -> ValueError:
     return ValueError(f"{limits} {value}")
 
 
-def check_loss_reduction(reduction: str) -> str:
-    """Return ``reduction``. Raises ValueError unless it is ``"mean"``, ``"sum"`` or ``"none"``."""
+def check_loss_reduction(reduction: str) -> None:
+    """Raise ValueError unless ``reduction`` is ``"mean"``, ``"sum"`` or ``"none"``."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    return reduction
 
 
 def check_smoothing(ratio: float) -> None:

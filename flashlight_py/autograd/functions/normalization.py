@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 from flashlight_py.autograd import native
 from flashlight_py.autograd.functions.elementwise import as_variable, check_filled
-from flashlight_py.autograd.native import as_contiguous, kernel, record_jointly
+from flashlight_py.autograd.native import kernel, record_jointly
 from flashlight_py.autograd.precision import as_float32, as_floating
 from flashlight_py.autograd.variable import Input, Variable
-from flashlight_py.device import Array, array_module, narrowed, widened
+from flashlight_py.device import Array, array_module, as_packed, narrowed, widened
 
 _Given: TypeAlias = Sequence[Variable | None]
 
@@ -175,7 +175,7 @@ def _normalized(
     """
 
     def laid_out(array: Array) -> Array:
-        return as_contiguous(native.channels_last(array) if is_last else array)
+        return as_packed(native.channels_last(array) if is_last else array)
 
     def as_given(array: Array) -> Array:
         return native.channels_second(array) if is_last else array
@@ -228,4 +228,4 @@ def _values(value: Variable | Array | None, dtype: Any) -> Any:
     if value is None:
         return None
     array = value.data if isinstance(value, Variable) else value
-    return as_contiguous(array.astype(dtype, copy=False))
+    return as_packed(array.astype(dtype, copy=False))

@@ -88,9 +88,8 @@ def recurrent(
         of_weights = flat.T @ rows, added.T @ states[:-1].reshape(time * batch, -1)
         return *of_weights, flat.sum(0), added.sum(0), of_x, of_state, of_cell
 
-    edges: list[Any] = [
-        (v, lambda grads, index=index: grads[index]) for index, v in enumerate((*params, x, *begin))
-    ]
+    operands = enumerate((*params, x, *begin))
+    edges: list[Any] = [(v, lambda grads, index=index: grads[index]) for index, v in operands]
     result = record_all(narrowed(out.transpose(1, 0, 2), x.data), edges, through)
     every = slice(None)
     output = dimensions.index(result, (every, slice(time))) if is_lstm else result

@@ -5,14 +5,15 @@ allowed. Results are new arrays.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, check_filled
-from flashlight_py.autograd.native import as_contiguous, kernel
+from flashlight_py.autograd.native import kernel
 from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_pair
-from flashlight_py.device import Array, array_module, is_cupy, narrowed, widened
+from flashlight_py.device import Array, array_module, as_packed, is_cupy, narrowed, widened
 from flashlight_py.structure import require_all
 
 _PAD_MODES = "constant", "edge", "reflect", "symmetric", "wrap"
@@ -31,11 +32,9 @@ def where(condition: Input, a: Operand, b: Operand) -> Variable:
     holds = _beside(condition, x.data)
     if holds.dtype != bool:
         raise TypeError(f"where: condition must have dtype bool, got {holds.dtype}")
-    pick = array_module(holds).where
-    out = pick(holds, x.data, y.data)
-    return record_pair(
-        out, x, lambda grad: pick(holds, grad, 0), y, lambda grad: pick(holds, 0, grad)
-    )
+    pick = partial(array_module(holds).where, holds)
+    out = pick(x.data, y.data)
+    return record_pair(out, x, lambda grad: pick(grad, 0), y, lambda grad: pick(0, grad))
 
 
 def gather(x: Input, index: Input, axis: int) -> Variable:
@@ -101,7 +100,7 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
     def vjp(grad: Array) -> Array:
         native = kernel("add_rows", grad)
         if native is not None:
-            sizes, grad = (index.size, dim, rows), as_contiguous(grad)
+            sizes, grad = (index.size, dim, rows), as_packed(grad)
             sums = native((((rows, dim), grad.dtype),), sizes, (), grad, index)
         else:
             places = index.reshape(-1, 1) * dim + array_module(grad).arange(dim)
@@ -115,7 +114,7 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
         out = table[index]
     else:
         made = (((*index.shape, dim), table.dtype),)
-        out = native(made, (index.size, dim, rows), (), as_contiguous(table), index)
+        out = native(made, (index.size, dim, rows), (), as_packed(table), index)
     return record(out, (weight, vjp))
 
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from flashlight_py.checks import as_integer
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.verb_call import Group, native_entry, reject_together
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.checks import as_integer, check_rank, check_seconds
+from flashlight_py.distributed.calls.checks import check_rank, check_seconds
 from flashlight_py.distributed.groups.grid import Grid, extents_of
 from flashlight_py.distributed.groups.membership import Membership, members_of, subgroup_numbers
 from flashlight_py.distributed.rendezvous.places import FAN
@@ -150,12 +151,9 @@ def _member_text(members: Sequence[int]) -> str:
 
 
 def _create_group(
-    parent: Membership,
-    verb: str,
-    choice: Any,
-    timeout: float | None,
+    parent: Membership, verb: str, choice: Any, timeout: float | None,
     select_members: Callable[[Sequence[Any]], list[int]],
-) -> ProcessGroup:
+) -> ProcessGroup:  # fmt: skip
     """Return a new group, whose members depend on the ``choice`` of every rank of ``parent``.
 
     ``select_members`` receives the choices of all ranks and returns the members. Every rank raises

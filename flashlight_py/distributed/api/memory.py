@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
+from flashlight_py.checks import as_integer
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.api.verb_call import Group, reason_of, reject_together
 from flashlight_py.distributed.backends.exchange import BackendStore
 from flashlight_py.distributed.calls.arrays import dtype_code
-from flashlight_py.distributed.calls.checks import as_integer
 from flashlight_py.distributed.groups.membership import members_of
 from flashlight_py.distributed.memory.memory_file import MemoryFile, made_together, open_memory
 from flashlight_py.distributed.memory.memory_room import LITTLE, reserve, shared_array
@@ -60,9 +60,8 @@ def shared_empty(
         dtype_code("shared_empty", kind)
         backend = members.backend()
         with members.journal.recording("shared_empty", like=(kind, extents)):
-            if (
-                math.prod(extents) * kind.itemsize * backend.size < LITTLE
-            ):  # below LITTLE, memory is not checked
+            nbytes = math.prod(extents) * kind.itemsize * backend.size
+            if nbytes < LITTLE:  # memory is not checked
                 return shared_array(backend, extents, kind)
             store = BackendStore(backend, "shared_empty")
             array: Array = made_together(store, lambda: shared_array(backend, extents, kind))
@@ -70,12 +69,9 @@ def shared_empty(
 
 
 def host_array(
-    load: Callable[..., Any],
-    shape: int | Sequence[int] | None = None,
-    dtype: DTypeLike = np.float32,
-    *,
-    group: Group = None,
-) -> Array:
+    load: Callable[..., Any], shape: int | Sequence[int] | None = None,
+    dtype: DTypeLike = np.float32, *, group: Group = None,
+) -> Array:  # fmt: skip
     """Return a read-only array that one rank of each host loads and all ranks of the host share.
 
     Use it for data sets: eight ranks need one copy instead of eight. Writing to the array raises
@@ -132,9 +128,7 @@ def host_array(
 def _extents(caller: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     length = as_integer(shape)
     values = tuple(shape) if length is None else (length,)  # type: ignore[arg-type]
-    extents = tuple(
-        extent for extent in map(as_integer, values) if extent is not None and extent >= 0
-    )
+    extents = tuple(n for n in map(as_integer, values) if n is not None and n >= 0)
     if len(extents) < len(values):
         raise ValueError(f"{caller}: shape must consist of non-negative integers, got {values}")
     return extents
@@ -165,20 +159,15 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
         offer = words, "" if file is None else file.path, layout
         offers = [pickle.loads(data) for data in store.exchange(pickle.dumps(offer))]
         _, path, layout = offers[loader]
-        _raise_first(store, "while loading", [problem for problem, _, _ in offers], error)
-        try:
-            array = _map_array(path, layout)
-        except OSError as failure:
-            error, words = failure, reason_of(failure)
-        problems = [text.decode() for text in store.exchange(words.encode())]
-        _raise_first(store, "while mapping the array", problems, error)
+        _raise_first(store, [problem for problem, _, _ in offers], error)
+        array: Array = made_together(store, lambda: _map_array(path, layout))
+        return array
     finally:  # runs even if another rank dies or a signal handler raises
         del error  # its traceback refers to this frame
         if file is not None:
             file.close()
         elif path and store.named:
             Path(path).unlink(missing_ok=True)  # the loading rank may have died
-    return array
 
 
 def _load(
@@ -242,11 +231,11 @@ def _copy(source: Array, target: Array) -> None:
             base.madvise(mmap.MADV_DONTNEED)
 
 
-def _raise_first(store: Store, doing: str, problems: list[str], failure: Exception | None) -> None:
+def _raise_first(store: Store, problems: list[str], failure: Exception | None) -> None:
     """Raise an error if a rank failed. ``problems`` has one text for each rank, "" for success.
 
     If a rank has too little memory, every rank raises OutOfMemoryError. Otherwise a rank that
-    failed raises ``failure``, and other ranks raise RankFailedError, whose text contains ``doing``.
+    failed raises ``failure``, and other ranks raise RankFailedError.
     """
     lacking = f"{OutOfMemoryError.__name__}: "
     for rank, problem in enumerate(problems):
@@ -263,7 +252,7 @@ def _raise_first(store: Store, doing: str, problems: list[str], failure: Excepti
     for rank, problem in enumerate(problems):
         if problem:
             raise RankFailedError(
-                f"[host_array] rank {store.rank} of {store.size}: rank {rank} raised {doing}: "
-                f"{problem}. No rank has an array. The group remains usable.",
+                f"[host_array] rank {store.rank} of {store.size}: rank {rank} raised while "
+                f"loading: {problem}. No rank has an array. The group remains usable.",
                 rank,
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
-from flashlight_py.device import Array, is_cupy
+from flashlight_py.device import Array, as_packed, is_cupy
 from flashlight_py.distributed.api.verb_call import (
     Group,
     Output,
@@ -15,7 +15,7 @@ from flashlight_py.distributed.api.verb_call import (
     native_entry,
     reject_together,
 )
-from flashlight_py.distributed.calls.arrays import as_array, as_packed, may_overlap
+from flashlight_py.distributed.calls.arrays import as_array, may_overlap
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
 from flashlight_py.distributed.calls.checks import OverlapCheck, check_rank
 from flashlight_py.distributed.calls.journal import SENDRECV
@@ -120,15 +120,9 @@ def irecv(
 
 @native_entry(SENDRECV)
 def sendrecv(
-    x: Any,
-    dst: int | None,
-    *,
-    src: int | None,
-    out: X,
-    tag: int = 0,
-    recv_tag: int | None = None,
+    x: Any, dst: int | None, *, src: int | None, out: X, tag: int = 0, recv_tag: int | None = None,
     group: Group = None,
-) -> X:
+) -> X:  # fmt: skip
     """Send ``x`` to rank ``dst``, and receive a message of rank ``src`` into ``out``, in place.
 
     The two messages run at the same time, so no deadlock occurs if every rank sends to its
@@ -263,9 +257,8 @@ def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
         if when == 0 or is_open or (when == 1 and len(batch) == 1):
             works |= {i: _begin(members, calls[i]) for i in batch}
             continue
-        ops = [
-            P2POp(messages[i].op.kind, calls[i].array, calls[i].peer, calls[i].tag) for i in batch
-        ]
+        pairs = [(messages[i].op.kind, calls[i]) for i in batch]
+        ops = [P2POp(kind, call.array, call.peer, call.tag) for kind, call in pairs]
         together = members.fast.sendrecv(ops)
         if together is NotImplemented:
             together = members.run_many([calls[i] for i in batch], "batch_isend_irecv")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flashlight_py._native.codes import MOVED
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module, as_packed, is_cupy
 from flashlight_py.distributed.api.verb_call import (
     Group,
     collective,
@@ -23,7 +23,6 @@ from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls.arrays import (
     ENCODED_PART,
     as_array,
-    as_packed,
     check_out_rows,
     decode_part,
     dtype_from_text,
@@ -120,14 +119,9 @@ def gather(
 
 @native_entry(SCATTER)
 def scatter(
-    xs: Any = None,
-    root: int = 0,
-    *,
-    out: Any = None,
-    rows: Sequence[int] | None = None,
-    group: Group = None,
-    async_op: bool = False,
-) -> Array | Work[Array]:
+    xs: Any = None, root: int = 0, *, out: Any = None, rows: Sequence[int] | None = None,
+    group: Group = None, async_op: bool = False,
+) -> Array | Work[Array]:  # fmt: skip
     """Send each rank its part of the arrays of rank ``root``.
 
     The dtype and the shape are sent as well, so other ranks need not know them. For CuPy arrays,
@@ -171,14 +165,9 @@ def scatter(
 
 @native_entry(ALL_TO_ALL)
 def all_to_all(
-    x: Any,
-    *,
-    out: Any = None,
-    rows: Sequence[int] | None = None,
-    return_rows: bool = False,
-    group: Group = None,
-    async_op: bool = False,
-) -> Array | tuple[Array, list[int]] | Work[Array]:
+    x: Any, *, out: Any = None, rows: Sequence[int] | None = None, return_rows: bool = False,
+    group: Group = None, async_op: bool = False,
+) -> Array | tuple[Array, list[int]] | Work[Array]:  # fmt: skip
     """Send each rank a part of ``x``, and concatenate the received parts in rank order.
 
     Args:
@@ -300,11 +289,8 @@ def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any
         # Ranks without ``out`` need dtype and shape, so each part contains them as text.
         call.holds = like.dtype, like.shape
         call.out = room = np.empty_like(encode_part(as_packed(like)))
-        call.array = (
-            None
-            if parts is None
-            else np.stack([encode_part(parts[i, ...]) for i in range(len(parts))])
-        )
+        if parts is not None:
+            call.array = np.stack([encode_part(parts[i, ...]) for i in range(len(parts))])
         return finish(members, call, members.run(call), space._replace(packed=room), decode_part)
     call.array = None if parts is None else pack_input(parts, space)
     call.out = space.packed

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flashlight_py.device import Array
+from flashlight_py.distributed import verbs
 from flashlight_py.distributed.api.messages import recv, send
 from flashlight_py.distributed.api.verb_call import Group, reason_of, reject_together
 from flashlight_py.distributed.backends.exchange import LATER, PROBLEM, Frame, read_frames
@@ -26,16 +27,6 @@ from flashlight_py.distributed.calls.journal import (
     SCATTER_OBJECT,
 )
 from flashlight_py.distributed.groups.membership import Membership, members_of, world_fast
-from flashlight_py.distributed.verbs import (
-    ALL_GATHER,
-    ALL_TO_ALL,
-    BROADCAST,
-    GATHER,
-    RECV,
-    SCATTER,
-    SEND,
-    Verb,
-)
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 __all__ += ["recv_object", "send_object"]
@@ -142,7 +133,7 @@ def send_object(obj: Any, dst: int, tag: int = 0, *, group: Group = None) -> Non
         with reject_together(members, "send_object", ()):
             head = np.array([0, content_bytes.size, number, members.rank]).view(np.uint8)
             send(head, dst, tag, group=group)
-            members.run(Call(SEND, content_bytes, peer=dst, tag=_LATER_TAGS - number))
+            members.run(Call(verbs.SEND, content_bytes, peer=dst, tag=_LATER_TAGS - number))
 
 
 def recv_object(src: int | None, tag: int = 0, *, group: Group = None) -> Any:
@@ -161,7 +152,7 @@ def recv_object(src: int | None, tag: int = 0, *, group: Group = None) -> Any:
         _, size, number, sender = first.view(np.int64).tolist()
         first = np.empty(size, np.uint8)
         with reject_together(members, "recv_object", ()):
-            members.run(Call(RECV, first, peer=sender, tag=_LATER_TAGS - number))
+            members.run(Call(verbs.RECV, first, peer=sender, tag=_LATER_TAGS - number))
     elif first[0] == _NO_PICKLE[0]:
         reason = first[1:].tobytes().decode(errors="replace")
         raise TypeError(f"{_pickle_error('recv_object', members)}: {reason}")
@@ -169,21 +160,19 @@ def recv_object(src: int | None, tag: int = 0, *, group: Group = None) -> Any:
 
 
 def _pickle_error(verb: str, members: Membership) -> str:
-    return (
-        f"[{verb}] rank {members.rank} of {members.size}: expected a picklable object on the sender"
-    )
+    where = f"[{verb}] rank {members.rank} of {members.size}"
+    return f"{where}: expected a picklable object on the sender"
 
 
 def _reason_bytes(error: Exception) -> bytes:
     return reason_of(error).encode(errors="backslashreplace")[:_WORDS_BYTES]
 
 
-def _run(verb: Verb, obj: Any, root: Any, group: Group) -> Any:
+def _run(verb: verbs.Verb, obj: Any, root: Any, group: Group) -> Any:
     """Run an object verb. Return the received objects, or None if only other ranks receive."""
     try:
-        result = (world_fast.objects if group is None else members_of(group).fast.objects)(
-            verb.code, obj, root
-        )
+        fast = world_fast if group is None else members_of(group).fast
+        result = fast.objects(verb.code, obj, root)
     except BaseException as error:
         if not isinstance(error, Exception):  # such as Ctrl-C while an object is pickled
             members_of(group).end(error)
@@ -202,7 +191,7 @@ def _run(verb: Verb, obj: Any, root: Any, group: Group) -> Any:
             raise
 
 
-def _run_in_python(members: Membership, verb: Verb, obj: Any, root: Any) -> Any:
+def _run_in_python(members: Membership, verb: verbs.Verb, obj: Any, root: Any) -> Any:
     root = check_rank(members.size, verb.name, "root", root) if verb.rooted else 0
     gives, frames = verb.ragged or members.rank == root, list[Array]()
     if gives and verb is SCATTER_OBJECT:
@@ -240,7 +229,7 @@ class _Move:
     """
 
     def __init__(
-        self, members: Membership, verb: Verb, values: Any, root: int, arrays: list[Array]
+        self, members: Membership, verb: verbs.Verb, values: Any, root: int, arrays: list[Array]
     ) -> None:
         self._members, self._verb, self._given, self._root = members, verb, values, root
         self._mine, self._backend = arrays, members.backend()
@@ -249,13 +238,13 @@ class _Move:
     def begin(self) -> Array:
         verb, frames, root = self._verb, self._mine, self._root
         if verb is SCATTER_OBJECT:
-            return self._step(Call(SCATTER, _rows(frames) if frames else None, root=root))
+            return self._step(Call(verbs.SCATTER, _rows(frames) if frames else None, root=root))
         frame = frames[0] if frames else None
         if verb is BROADCAST_OBJECT and self._backend.finds_shape:
-            return self._step(Call(BROADCAST, frame, root=root))
+            return self._step(Call(verbs.BROADCAST, frame, root=root))
         if frame is not None and verb is not ALL_GATHER_OBJECT and frame.size > _SHORT_BYTES:
             frame = _announced(frame)
-        return self._step(Call(ALL_GATHER, _NOTHING if frame is None else frame, root=root))
+        return self._step(Call(verbs.ALL_GATHER, _NOTHING if frame is None else frame, root=root))
 
     def end(self, first: Array) -> list[Any] | None:
         rank, frames = self._members.rank, read_frames(first, limit=len(self._sources))
@@ -274,13 +263,14 @@ class _Move:
         verb, frames = self._verb, self._mine
         if verb is SCATTER_OBJECT:
             lengths = [frame.size for frame in frames] or [0] * self._members.size
-            return self._step(Call(ALL_TO_ALL, np.concatenate([_NOTHING, *frames]), rows=lengths))
+            joined = np.concatenate([_NOTHING, *frames])
+            return self._step(Call(verbs.ALL_TO_ALL, joined, rows=lengths))
         if verb is GATHER_OBJECT:
             long = frames[0] if frames[0].size > _SHORT_BYTES else _NOTHING
-            return self._step(Call(GATHER, long, root=self._root))
+            return self._step(Call(verbs.GATHER, long, root=self._root))
         length = int(np.frombuffer(first.content, np.int64)[0])
         frame = frames[0] if frames else np.empty(length, np.uint8)
-        return self._step(Call(BROADCAST, frame, root=self._root))
+        return self._step(Call(verbs.BROADCAST, frame, root=self._root))
 
     def _step(self, call: Call) -> Array:
         call.part_of = self._verb.name

@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module, as_packed, is_cupy
+from flashlight_py.distributed import verbs
 from flashlight_py.distributed.api.verb_call import (
     COLLECTIVE,
     Group,
@@ -25,7 +26,6 @@ from flashlight_py.distributed.api.verb_call import (
 )
 from flashlight_py.distributed.calls.arrays import (
     as_array,
-    as_packed,
     check_op_and_scale,
     identity_of,
     pack_terms,
@@ -37,14 +37,6 @@ from flashlight_py.distributed.calls.combining import split_rows
 from flashlight_py.distributed.calls.kinds import user_result
 from flashlight_py.distributed.constants import Op, ReduceOp
 from flashlight_py.distributed.groups.membership import Membership, members_of
-from flashlight_py.distributed.verbs import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    EXSCAN,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCAN,
-)
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 
 __all__ = ["all_reduce", "reduce", "reduce_scatter", "scan", "exscan"]
@@ -53,16 +45,11 @@ __all__ += ["all_reduce_location", "all_reduce_multiple"]
 X = TypeVar("X")
 
 
-@native_entry(ALL_REDUCE, out=None)
+@native_entry(verbs.ALL_REDUCE, out=None)
 def all_reduce(
-    x: X,
-    scale: float = 1.0,
-    *,
-    op: Op = "sum",
-    out: X | None = None,
-    group: Group = None,
+    x: X, scale: float = 1.0, *, op: Op = "sum", out: X | None = None, group: Group = None,
     async_op: bool = False,
-) -> X | Work[X]:
+) -> X | Work[X]:  # fmt: skip
     """Combine ``x`` of all ranks, and multiply by ``scale``. Every rank gets the result.
 
     In place, for any shape and memory layout. Every rank must pass the same shape and dtype. Values
@@ -111,31 +98,20 @@ def all_reduce(
         3.5
     """
     if out is not None:
-        _copy_to_out(x, out, group)
+        with reject_together(members_of(group), verbs.ALL_REDUCE, arrays=(x, out)):
+            array = as_array("all_reduce", x, writes=False, of_any_dtype=True)
+            as_array("all_reduce(out=)", out, of_any_dtype=True)
+            target: Any = prepare_output("all_reduce", out, array, array.shape, x).array
+            target[...] = array
         return all_reduce(out, scale, op=op, group=group, async_op=async_op)
-    return collective(group, ALL_REDUCE, x, scale=scale, op=op, async_op=async_op)
+    return collective(group, verbs.ALL_REDUCE, x, scale=scale, op=op, async_op=async_op)
 
 
-def _copy_to_out(x: Any, out: Any, group: Group) -> None:
-    members = members_of(group)
-    with reject_together(members, ALL_REDUCE, arrays=(x, out)):
-        array = as_array("all_reduce", x, writes=False, of_any_dtype=True)
-        as_array("all_reduce(out=)", out, of_any_dtype=True)
-        target = prepare_output("all_reduce", out, array, array.shape, x).array
-        assert target is not None
-        target[...] = array
-
-
-@native_entry(REDUCE)
+@native_entry(verbs.REDUCE)
 def reduce(
-    x: X,
-    root: int = 0,
-    *,
-    op: Op = "sum",
-    scale: float = 1.0,
-    group: Group = None,
+    x: X, root: int = 0, *, op: Op = "sum", scale: float = 1.0, group: Group = None,
     async_op: bool = False,
-) -> X | Work[X]:
+) -> X | Work[X]:  # fmt: skip
     """Combine ``x`` of all ranks, and multiply by ``scale``. Only rank ``root`` gets the result.
 
     In place on ``root``. The arrays of other ranks do not change. The result has the same bits as
@@ -154,20 +130,14 @@ def reduce(
         ValueError: If ``root`` is no rank of the group, or as for :func:`all_reduce`.
         TypeError, DistributedError: As for :func:`all_reduce`.
     """
-    return collective(group, REDUCE, x, root=root, op=op, scale=scale, async_op=async_op)
+    return collective(group, verbs.REDUCE, x, root=root, op=op, scale=scale, async_op=async_op)
 
 
-@native_entry(REDUCE_SCATTER)
+@native_entry(verbs.REDUCE_SCATTER)
 def reduce_scatter(
-    x: Any,
-    *,
-    op: Op = "sum",
-    scale: float = 1.0,
-    out: Any = None,
-    rows: Sequence[int] | None = None,
-    group: Group = None,
-    async_op: bool = False,
-) -> Array | list[Array] | Work[Array]:
+    x: Any, *, op: Op = "sum", scale: float = 1.0, out: Any = None,
+    rows: Sequence[int] | None = None, group: Group = None, async_op: bool = False,
+) -> Array | list[Array] | Work[Array]:  # fmt: skip
     """Combine ``x`` of all ranks, and return the part of the result for this rank.
 
     Args:
@@ -191,10 +161,10 @@ def reduce_scatter(
         TypeError, DistributedError: As for :func:`all_reduce`.
     """
     options: dict[str, Any] = {"scale": scale, "op": op, "rows": rows, "out": out}
-    return collective(group, REDUCE_SCATTER, x, **options, async_op=async_op)
+    return collective(group, verbs.REDUCE_SCATTER, x, **options, async_op=async_op)
 
 
-@native_entry(SCAN)
+@native_entry(verbs.SCAN)
 def scan(
     x: X, *, op: Op = "sum", scale: float = 1.0, group: Group = None, async_op: bool = False
 ) -> X | Work[X]:
@@ -219,7 +189,7 @@ def scan(
         >>> fl.scan(np.array([1.0, 2.0]))  # one process
         array([1., 2.])
     """
-    return collective(group, SCAN, x, op=op, scale=scale, async_op=async_op)
+    return collective(group, verbs.SCAN, x, op=op, scale=scale, async_op=async_op)
 
 
 def exscan(
@@ -233,9 +203,9 @@ def exscan(
     unchanged. Arguments, results and errors are the same as for :func:`scan`.
     """
     members = members_of(group)
-    y = members.fast.collective(EXSCAN.code, x, None, op, scale, 0, 0, async_op)
+    y = members.fast.collective(verbs.EXSCAN.code, x, None, op, scale, 0, 0, async_op)
     if y is NotImplemented:
-        y = collective(members, EXSCAN, x, op=op, scale=scale, async_op=async_op)
+        y = collective(members, verbs.EXSCAN, x, op=op, scale=scale, async_op=async_op)
     if members.rank != 0:
         return y
     fill = partial(_filled_with_identity, parse_op("exscan", op))
@@ -292,7 +262,7 @@ def all_reduce_location(
             raise ValueError(f"{verb}: op must be 'min' or 'max', got {op!r}")
         xp, name = array_module(array), kind.name.lower()
         find = xp.argmin if kind is ReduceOp.MIN else xp.argmax  # the first of equal values
-        step = Call(ALL_GATHER, as_packed(array)[None], blocking=not async_op)
+        step = Call(verbs.ALL_GATHER, as_packed(array)[None], blocking=not async_op)
         step.part_of = f"{verb}({name})"
 
         def locate(rows: Array) -> tuple[Any, ...]:
@@ -307,16 +277,11 @@ def all_reduce_location(
         return members.keep(Then(work, locate)) if async_op else locate(work.wait())
 
 
-@native_entry(ALL_REDUCE)
+@native_entry(verbs.ALL_REDUCE)
 def all_reduce_multiple(
-    xs: Sequence[X],
-    scale: float = 1.0,
-    *,
-    op: Op = "sum",
-    contiguous: bool = False,
-    group: Group = None,
-    async_op: bool = False,
-) -> list[X] | Work[list[X]]:
+    xs: Sequence[X], scale: float = 1.0, *, op: Op = "sum", contiguous: bool = False,
+    group: Group = None, async_op: bool = False,
+) -> list[X] | Work[list[X]]:  # fmt: skip
     """Combine each array of ``xs`` over the ranks, in place, like :func:`all_reduce`.
 
     The results have the same bits as a loop of :func:`all_reduce`, in less time.
@@ -337,29 +302,8 @@ def all_reduce_multiple(
         TypeError, DistributedError: As for :func:`all_reduce`. All arrays are checked before the
             first is sent.
     """
-    limit = members_of(group).packed_bytes[bool(async_op)] if contiguous else -1
-    return _run_in_python(xs, scale, op, async_op, limit, group)
-
-
-def _unpacked_later(started: tuple[Work, Any], xs: Sequence[X], group: Group) -> Work:
-    work, packs = started
-    return members_of(group).keep(Then(work, partial(_unpack, packs, list(xs))))
-
-
-setattr(all_reduce_multiple, "finish", _unpacked_later)  # noqa: B010  (native code calls it)
-
-
-def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[X]:
-    """Copy results to the arrays. Each entry of ``packs`` is a buffer, followed by its arrays."""
-    for flat, *arrays in packs:
-        parts = split_rows(flat, [array.size for array in arrays])
-        for array, part in zip(arrays, parts, strict=True):
-            array[...] = part.reshape(array.shape)
-    return results
-
-
-def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, group: Group) -> Any:
     members, verb = members_of(group), "all_reduce_multiple"
+    limit = members.packed_bytes[bool(async_op)] if contiguous else -1
     with reject_together(members, verb, _pending_calls(xs, limit, async_op)):
         inputs = list(xs)
         checked = [as_array(verb, x, of_any_dtype=True, mutable=True) for x in inputs]
@@ -370,12 +314,8 @@ def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, gr
         packed = list(map(as_packed, checked)) if packs else checked
         is_copied = any(map(operator.is_not, packed, checked))
         if is_copied:  # call the native entry again, with the packed copies
-            options: dict[str, Any] = {
-                "contiguous": limit >= 0,
-                "group": group,
-                "async_op": async_op,
-            }
-            work: Any = all_reduce_multiple(packed, scale, op=op, **options)
+            options: dict[str, Any] = {"group": group, "async_op": async_op}
+            work: Any = all_reduce_multiple(packed, scale, op=op, contiguous=contiguous, **options)
         else:
             for array in {array.dtype: array for array in checked}.values():
                 resolve_reduction(verb, array.dtype, op, scale, members.size)
@@ -393,6 +333,23 @@ def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, gr
             return results(None)
         together = Then(work, results)
         return members.keep(together) if is_copied else together
+
+
+def _unpacked_later(started: tuple[Work, Any], xs: Sequence[X], group: Group) -> Work:
+    work, packs = started
+    return members_of(group).keep(Then(work, partial(_unpack, packs, list(xs))))
+
+
+setattr(all_reduce_multiple, "finish", _unpacked_later)  # noqa: B010  (native code calls it)
+
+
+def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[X]:
+    """Copy results to the arrays. Each entry of ``packs`` is a buffer, followed by its arrays."""
+    for flat, *arrays in packs:
+        parts = split_rows(flat, [array.size for array in arrays])
+        for array, part in zip(arrays, parts, strict=True):
+            array[...] = part.reshape(array.shape)
+    return results
 
 
 def _pending_calls(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
@@ -435,14 +392,14 @@ def _reduce_together(
 ) -> Work:
     options: dict[str, Any] = {"op": op, "scale": scale, "async_op": async_op}
     if len(arrays) == 1:
-        y = collective(members, ALL_REDUCE, arrays[0], **options)
+        y = collective(members, verbs.ALL_REDUCE, arrays[0], **options)
         return y if async_op else Done()
     unpack: Callable[[Any], Any]
     if limit < 0:  # for GPU arrays: one collective each, without a buffer
         verb, dtype = "all_reduce_multiple", arrays[0].dtype
         reduce_op, factor = resolve_reduction(verb, dtype, op, scale, members.size)
         terms = [pack_terms(array, reduce_op) for array in arrays]
-        calls = [Call(ALL_REDUCE, *term[:2], factor, blocking=False) for term in terms]
+        calls = [Call(verbs.ALL_REDUCE, *term[:2], factor, blocking=False) for term in terms]
         y = members.run_many(calls, verb)
 
         def unpack(_: Any) -> None:
@@ -454,7 +411,7 @@ def _reduce_together(
         for extent in chain.from_iterable((array.ndim, *array.shape) for array in arrays):
             digest = (digest * 1099511628211 + extent) % 2**64
         root = 1 + (digest >> 34)  # ranks compare it: buffers of equal size may differ in shapes
-        y = collective(members, ALL_REDUCE, flat, root=root, **options)
+        y = collective(members, verbs.ALL_REDUCE, flat, root=root, **options)
         unpack = partial(_unpack, [(flat, *arrays)], [])
     together = Then(y if isinstance(y, Work) else Done(), unpack)
     if not async_op:

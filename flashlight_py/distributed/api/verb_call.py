@@ -19,12 +19,12 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py._native.codes import MOVED
-from flashlight_py.device import Array, is_cupy
+from flashlight_py.device import Array, as_packed, is_cupy
+from flashlight_py.distributed.calls import checks
 from flashlight_py.distributed.calls.arrays import (
     LOGICAL,
     Terms,
     as_array,
-    as_packed,
     check_op_and_scale,
     may_overlap,
     native_code,
@@ -32,14 +32,6 @@ from flashlight_py.distributed.calls.arrays import (
     parse_op,
 )
 from flashlight_py.distributed.calls.call import Call, P2POp
-from flashlight_py.distributed.calls.checks import (
-    NUMBERS,
-    OverlapCheck,
-    as_number,
-    check_rank,
-    check_rows,
-    require_bits,
-)
 from flashlight_py.distributed.calls.journal import SENDRECV
 from flashlight_py.distributed.calls.kinds import OTHER, as_numpy, kind_of, user_result
 from flashlight_py.distributed.constants import Op, ReduceOp
@@ -61,18 +53,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def collective(
-    group: Membership | None,
-    verb: Verb,
-    x: Any,
-    *,
-    op: Op = "sum",
-    scale: float = 1.0,
-    root: Any = 0,
-    rows: Iterable[object] | None = None,
-    out: Any = None,
-    async_op: bool = False,
+    group: Membership | None, verb: Verb, x: Any, *, op: Op = "sum", scale: float = 1.0,
+    root: Any = 0, rows: Iterable[object] | None = None, out: Any = None, async_op: bool = False,
     received: list[int] | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Run ``verb`` on ``x``: an array, or a number or a list of arrays if the verb accepts them.
 
     The arguments are the same as in the public functions; for ``received`` see ``Call``. Returns
@@ -97,10 +81,10 @@ def collective(
             y = call_fast_path(members, verb, x, out, *rest)
             if y is not NotImplemented:
                 return y
-        if verb.numbers and isinstance(x, NUMBERS):
+        if verb.numbers and isinstance(x, checks.NUMBERS):
             if verb.reduces:
-                require_bits(verb.name, x, reduce_op, scale, members.size)
-            array, number = as_number(verb.name, x)
+                checks.require_bits(verb.name, x, reduce_op, scale, members.size)
+            array, number = checks.as_number(verb.name, x)
             done = _prepare(members, verb, array, args)()
             return Then(done, lambda _: number()) if async_op else number()
         if several:
@@ -132,7 +116,7 @@ _cached_reduction = functools.lru_cache(256)(resolve_reduction)
 def call_fast_path(group: Membership, verb: Verb, x: Any, out: Any, *args: Any) -> Any:
     """Run a call in native code. Return NotImplemented if native code cannot handle the call.
 
-    ``args`` are the arguments of ``FastPath.collective`` from ``op`` to ``async_op``.
+    ``args`` are the arguments of ``EntryPoints.collective`` from ``op`` to ``async_op``.
     """
     array, room = as_numpy(x), None if out is None else as_numpy(out)
     written = array if verb.in_place else room
@@ -163,7 +147,7 @@ def _run_list(group: Membership, verb: Verb, xs: Sequence[Any], args: dict[str, 
     if len(outs) != len(xs):
         raise ValueError(f"{verb}: out must have {len(xs)} arrays, as many as x, got {len(outs)}")
     if args["out"] is not None:
-        overlap = OverlapCheck(verb.name, len(outs))
+        overlap = checks.OverlapCheck(verb.name, len(outs))
         for out in (np.empty(0) if out is None else out for out in outs):
             overlap.add(as_array(f"{verb}(out=)", out, of_any_dtype=True, mutable=True))
         for index, x in enumerate(xs):  # x may share memory with its own out
@@ -184,14 +168,14 @@ def _prepare(
     name, op, scale = verb.name, ReduceOp.SUM, 1.0
     root = args["root"]  # a digest of shapes, if arrays were packed
     if verb.rooted:
-        root = check_rank(group.size, name, "root", root)
+        root = checks.check_rank(group.size, name, "root", root)
     array = as_array(name, x, writes=verb.in_place, of_any_dtype=True, mutable=True)
     if verb.ragged and array.ndim == 0:
         array = array.reshape(1)
     if verb.reduces:
         size, is_prefix = group.size, verb.prefix
         op, scale = resolve_reduction(name, array.dtype, args["op"], args["scale"], size, is_prefix)
-    rows = check_rows(name, array, args["rows"], group.size) if verb.cuts else None
+    rows = checks.check_rows(name, array, args["rows"], group.size) if verb.cuts else None
     own_rows = None if rows is None else rows[group.rank]
     call = Call(verb, None, op, scale, root, rows=rows, blocking=not args["async_op"])
     call.received = received
@@ -264,12 +248,9 @@ def pack_input(array: Array, space: Output) -> Array:
 
 
 def finish(
-    group: Membership,
-    call: Call,
-    work: Work,
-    space: Output,
+    group: Membership, call: Call, work: Work, space: Output,
     back: Callable[[Array], Array] | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return the result of ``work`` as the user's object, or a Work if ``call`` does not block.
 
     ``back`` converts the backend's array to the user's dtype.
@@ -331,11 +312,9 @@ def native_entry(verb: Verb, **constants: Any) -> Callable[[F], F]:
                 defaults[key] = ... if default is parameter.empty else default
             parameters.append((name, list(defaults).index(key), default))
         points = verb.name if verb in (BARRIER, SENDRECV) else "collective"
-        values = tuple((defaults | constants).values()), tuple(parameters)
         count = function.__code__.co_argcount
-        entry = _make_entry(
-            function, function.__name__, points, world_fast, Membership, *values, count
-        )
+        values = tuple((defaults | constants).values()), tuple(parameters), count
+        entry = _make_entry(function, function.__name__, points, world_fast, Membership, *values)
         return cast("F", functools.update_wrapper(entry, function))
 
     return decorated
@@ -355,14 +334,9 @@ class reject_together:
     """
 
     def __init__(
-        self,
-        group: Membership,
-        verb: Verb | str,
-        begun: Iterable[P2POp | None] = (COLLECTIVE,),
-        arrays: Iterable[Any] = (),
-        outcome: str = "rejected its arguments",
-        first: bool = False,
-    ) -> None:
+        self, group: Membership, verb: Verb | str, begun: Iterable[P2POp | None] = (COLLECTIVE,),
+        arrays: Iterable[Any] = (), outcome: str = "rejected its arguments", first: bool = False,
+    ) -> None:  # fmt: skip
         self._group, self._verb, self._outcome = group, verb, outcome
         self._begun, self._arrays = begun, arrays
         self._calls = group.journal.count[0] if first else None

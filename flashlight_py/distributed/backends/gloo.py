@@ -13,19 +13,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from flashlight_py import _native
+from flashlight_py import _native, errors
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_work import NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, names, process_list
 from flashlight_py.distributed.rendezvous.secret import derived_key, nonce
 from flashlight_py.distributed.rendezvous.store import Peer, Store, Subgroup, Waiting, this_process
-from flashlight_py.errors import (
-    BackendUnavailableError,
-    CollectiveTimeoutError,
-    DistributedError,
-    PeerLostError,
-)
 
 # While ranks connect: seconds between two checks for ranks whose process has ended.
 _LOOK_SECONDS = 0.1
@@ -83,17 +77,10 @@ class GlooBackend(NativeBackend):
     path = "Gloo over TCP"
 
     def __init__(
-        self,
-        store: Store,
-        address: str,
-        timeout: float,
-        joining: float,
-        key: bytes,
-        host_timeout: float = 0.0,
-        lazily: bool = False,
-        is_watched: bool = False,
+        self, store: Store, address: str, timeout: float, joining: float, key: bytes,
+        host_timeout: float = 0.0, lazily: bool = False, is_watched: bool = False,
         at_once: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         native = _native.load_extension("gloo")
         super().__init__(native, store, timeout)
         self._joining, self.network_ranks = joining, list(range(self.size))
@@ -103,7 +90,7 @@ class GlooBackend(NativeBackend):
             # TCP port on which this rank receives heartbeats of other hosts.
             port = 0 if is_watched else self.lib.fl_listen_for_hosts(self.group)
             if port < 0:
-                raise BackendUnavailableError(self.reason())
+                raise errors.BackendUnavailableError(self.reason())
             self._connect(store, key, (port, host_timeout), lazily)
         except BaseException:
             self.close()
@@ -119,15 +106,11 @@ class GlooBackend(NativeBackend):
         number = (count << _RANK_BITS | self.network_ranks[ranks[0]]) << 1
         return Subgroup(self, ranks, number, is_flat)
 
-    def part(self, store: Store, timeout: float) -> GlooBackend:
-        """Return a backend for ``store``, usable once all ranks of ``store`` have called this."""
-        return _Part(self, store, timeout)
-
     def _create(self, address: str) -> Any:
         interface = address.encode(), b""  # no interface name, which may mean several addresses
         group = self.lib.fl_gloo_create(self.rank, self.size, *interface, self._joining)
         if group == self.ffi.NULL:
-            raise BackendUnavailableError(
+            raise errors.BackendUnavailableError(
                 f"rank {self.rank} of {self.size}: Gloo cannot use address {address!r}: "
                 f"{self.reason()}. Set params={{'INTERFACE': ...}} to another interface or address"
             )
@@ -152,7 +135,7 @@ class GlooBackend(NativeBackend):
         work = NativeWork(self, "connect", op, cards.addresses, seconds)
         waiting = Waiting("connecting through Gloo")
         while True:
-            with suppress(CollectiveTimeoutError):  # the next wait raises the error again
+            with suppress(errors.CollectiveTimeoutError):  # the next wait raises the error again
                 work.wait(_LOOK_SECONDS)
             if work.is_completed():
                 break
@@ -181,17 +164,17 @@ class GlooBackend(NativeBackend):
         }
         self._do("watch_hosts", self.group, self.ffi.new("fl_hosts *", fields), *connecting)
 
-    def lost(self, doing: str) -> DistributedError | None:
+    def lost(self, doing: str) -> errors.DistributedError | None:
         """See ``Backend``. Only ``Work.wait`` detects a dead process on another machine."""
         dead = self._dead(doing)
         return super().lost(doing) or dead  # prefer the library's error, which has a reason
 
-    def _dead(self, doing: str) -> PeerLostError | None:
+    def _dead(self, doing: str) -> errors.PeerLostError | None:
         """Return an error if a rank's process on this machine has ended. Gloo cannot detect it."""
         dead = [rank for rank in self._of_machine if self._peers[rank].is_gone()]
         if not dead:
             return None
-        return PeerLostError(
+        return errors.PeerLostError(
             f"[{doing}] {self.name}: lost {names(self.numbers[rank] for rank in dead)} (its "
             f"process has ended){process_list(dead, self.processes)}. Read its output. {UNUSABLE}"
         )
@@ -208,8 +191,11 @@ class GlooBackend(NativeBackend):
         self._do("take_along", self.group, function, pointer, advice)
 
 
-class _Part(GlooBackend):
-    """A subgroup of ``parent`` that uses the connections of ``parent``."""
+class GlooPart(GlooBackend):
+    """A subgroup of ``parent`` that uses the connections of ``parent``.
+
+    It is usable once all ranks of ``store`` have created it.
+    """
 
     def __init__(self, parent: GlooBackend, store: Store, timeout: float) -> None:
         native, subgroup = _native.load_extension("gloo"), store.subgroup
@@ -221,5 +207,5 @@ class _Part(GlooBackend):
         ranks = self.ffi.new("int[]", subgroup.ranks)
         group = self.lib.fl_gloo_part(parent._open("new_group"), ranks, self.size, subgroup.number)
         if group == self.ffi.NULL:
-            raise DistributedError(f"[new_group] {self.name}: Gloo failed: {self.reason()}")
+            raise errors.DistributedError(f"[new_group] {self.name}: Gloo failed: {self.reason()}")
         self._begin(native, self._owned(group))

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py import _native
+from flashlight_py import _native, errors
 from flashlight_py.device import Array
 from flashlight_py.distributed import verbs
 from flashlight_py.distributed.backend import Backend
@@ -37,13 +37,6 @@ from flashlight_py.distributed.failures.agreement import Agreement, Load, betwee
 from flashlight_py.distributed.failures.wording import names
 from flashlight_py.distributed.memory.memory_room import shared_array
 from flashlight_py.distributed.work import FAILURES, Done, Then, Work, wait_for, wait_timeout_error
-from flashlight_py.errors import (
-    CollectiveTimeoutError,
-    DistributedError,
-    GroupClosedError,
-    MismatchError,
-    PeerLostError,
-)
 
 # For a receive from any rank: maximum seconds of one poll, and of the wait between two polls.
 _LOOK_SECONDS, _SLICE_SECONDS = 1e-5, 0.02
@@ -70,15 +63,9 @@ class HierarchicalBackend(Backend):
     path = "shared memory inside hosts, Gloo between them"
 
     def __init__(
-        self,
-        rank: int,
-        hosts: Sequence[Sequence[int]],
-        inside: Backend,
-        between: Backend | None,
-        flat: Backend,
-        timeout: float,
-        checked: bool = True,
-    ) -> None:
+        self, rank: int, hosts: Sequence[Sequence[int]], inside: Backend, between: Backend | None,
+        flat: Backend, timeout: float, checked: bool = True,
+    ) -> None:  # fmt: skip
         self.rank, self.size = rank, flat.size
         self.hosts = [list(host) for host in hosts]
         self._host = next(host for host in self.hosts if rank in host)
@@ -88,9 +75,9 @@ class HierarchicalBackend(Backend):
             memory_ranks = dict(zip(self._host, inside.memory_ranks, strict=True))
             self.memory = inside.memory
             self.memory_ranks = [memory_ranks.get(rank, -1) for rank in range(self.size)]
-        self._parts = [part for part in (inside, between, flat) if part is not None]
+        self.parts = [part for part in (inside, between, flat) if part is not None]
         composite = object()
-        for part in self._parts:
+        for part in self.parts:
             part.composite = composite
             if isinstance(part, NativeBackend) and isinstance(flat, GlooBackend):
                 flat.propagate_host_loss(part)
@@ -98,7 +85,7 @@ class HierarchicalBackend(Backend):
         self._agreement = Agreement(inside, between, flat)
         self._calls = HostCalls(rank, hosts, inside, between, self._agreement.runs_ahead)
         self._set_timeouts(timeout)
-        self._callers = Callers(f"rank {rank} of {flat.size}", self._parts)
+        self.callers = Callers(f"rank {rank} of {flat.size}", self.parts)
         self._steps: dict[verbs.Verb, Callable[[Call], Any]] = {
             verbs.ALL_REDUCE: self._calls.all_reduce,
             verbs.BROADCAST: self._calls.broadcast,
@@ -117,7 +104,7 @@ class HierarchicalBackend(Backend):
 
     def limit(self, seconds: float) -> None:
         self._set_timeouts(seconds)
-        for part in self._parts:
+        for part in self.parts:
             part.limit(seconds if part is self._inside else between_hosts(seconds))
 
     def _set_timeouts(self, seconds: float) -> None:
@@ -139,7 +126,7 @@ class HierarchicalBackend(Backend):
         return self._start(call, lambda: run(call))
 
     def _message(self, call: Call) -> Work:
-        self._callers.check("refuse" if call.refusal else call.name)
+        self.callers.check("refuse" if call.refusal else call.name)
         if call.peer == ANY_RANK:
             return self._receive_open(call)
         is_inside = call.peer in self._host
@@ -204,7 +191,7 @@ class HierarchicalBackend(Backend):
     def _refuse(self, call: Call) -> Work:
         """Make the other ranks raise an error because this rank rejected ``call``."""
         if not self._checked:  # no comparison would notify other ranks
-            self.end(MismatchError(f"{names([self.rank])} called {call}"))
+            self.end(errors.MismatchError(f"{names([self.rank])} called {call}"))
             return Done()
         work = self._start(replace(call, blocking=False), lambda: None)
         assert isinstance(work, FutureWork)
@@ -213,13 +200,13 @@ class HierarchicalBackend(Backend):
 
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
         """Run ``call`` here if it blocks and no call is pending; else queue it for the thread."""
-        thread, number = self._callers.check(call.name), self.count[0]
+        thread, number = self.callers.check(call.name), self.count[0]
         ended = list(takewhile(FutureWork.is_completed, self._running))  # operations end in order
         if ended:
             self._running = self._running[len(ended) :]
             self._failed = [work for work in (*self._failed, *ended) if not work.has_ended_well()]
         try:
-            self._callers.threads.add(thread)
+            self.callers.threads.add(thread)
             if call.blocking and not self._running:
                 return Done(self._run(call, number, run))
             if self._thread is None:
@@ -227,7 +214,7 @@ class HierarchicalBackend(Backend):
             work = FutureWork(self._thread.submit(self._run_on_thread, caller(), call, number, run))
             work.is_settled = call.compared  # the caller of a comparison handles its error
         finally:
-            self._callers.threads.discard(thread)
+            self.callers.threads.discard(thread)
         self._running.append(work)
         return work
 
@@ -237,7 +224,7 @@ class HierarchicalBackend(Backend):
 
     def _run(self, call: Call, number: int, run: Callable[[], Any]) -> Any:
         """Compare the calls, then call ``run``. If one backend breaks, end the others."""
-        for part in self._parts:
+        for part in self.parts:
             part.count = (number,)  # errors name the call by this number
         try:
             if not self._checked:
@@ -247,27 +234,27 @@ class HierarchicalBackend(Backend):
                 return self._calls.take(call, message)
             self._rows = message.lengths
             return run()
-        except MismatchError as error:
+        except errors.MismatchError as error:
             if not error.group_lives:
                 self.end(error)
             elif not self._checked:  # other ranks may still be inside the call
                 self._close_backends()
             raise
-        except (PeerLostError, CollectiveTimeoutError) as error:
+        except (errors.PeerLostError, errors.CollectiveTimeoutError) as error:
             # A connection between hosts may close before it delivers the reason of a loss. A rank
             # of this host may have received the reason.
-            loss = self._inside.lost(call.name) if isinstance(error, PeerLostError) else None
-            cause = loss if isinstance(loss, PeerLostError) else error
+            loss = self._inside.lost(call.name) if isinstance(error, errors.PeerLostError) else None
+            cause = loss if isinstance(loss, errors.PeerLostError) else error
             self.end(cause)
-            late = self._checked and isinstance(error, CollectiveTimeoutError)
+            late = self._checked and isinstance(error, errors.CollectiveTimeoutError)
             last = f". {self._agreement.last()}" if late else ""
             raise type(error)(f"in {call.steps}: {cause}{last}") from error
         except ValueError:  # this rank's ``out`` has a wrong size; the group is intact
             raise
-        except GroupClosedError as error:
+        except errors.GroupClosedError as error:
             raise self.host_loss_or(call.name, error) from error
         except BaseException as error:
-            abort.report(error, self._parts)
+            abort.report(error, self.parts)
             self._close_backends()
             raise
 
@@ -275,50 +262,39 @@ class HierarchicalBackend(Backend):
         """Return ``wait()``. If it raises an error that breaks one backend, end the others too."""
         try:
             return wait()
-        except GroupClosedError as error:
+        except errors.GroupClosedError as error:
             raise self.host_loss_or(doing, error) from error
-        except DistributedError as error:
-            group_lives = isinstance(error, MismatchError) and error.group_lives
+        except errors.DistributedError as error:
+            group_lives = isinstance(error, errors.MismatchError) and error.group_lives
             if not (group_lives or error.goes_on):
                 self.end(error)
             raise
 
-    def host_loss_or(self, doing: str, error: GroupClosedError) -> DistributedError:
+    def host_loss_or(self, doing: str, error: errors.GroupClosedError) -> errors.DistributedError:
         """Return an error that names lost hosts, if their loss closed the group; else ``error``."""
         if self._is_closed:
             return error
         loss = self._flat.lost(doing)
-        cause = loss if isinstance(loss, PeerLostError) else error
+        cause = loss if isinstance(loss, errors.PeerLostError) else error
         self.end(cause)
         return cause
-
-    def is_calling(self) -> bool:
-        return self._callers.contains_this_thread()
 
     def synchronize(self) -> None:
         # Copy the lists, because a rejected call that still runs changes them.
         wait_for([*self._failed, *self._running, *self._receives])
-        for part in self._parts:  # wait for messages
+        for part in self.parts:  # wait for messages
             self.guarded("sync_distributed", part.synchronize)
 
-    def end(self, error: DistributedError) -> None:
+    def end(self, error: errors.DistributedError) -> None:
         """End all backends, because ``error`` occurred in one of them."""
         self.abort(error)
         self._close_backends()
 
-    def abort(self, cause: str | DistributedError) -> None:
-        for backend in self._parts:
-            backend.abort(cause)
-
-    def leave(self) -> None:
-        for backend in self._parts:
-            backend.leave()
-
-    def lost(self, doing: str) -> DistributedError | None:
+    def lost(self, doing: str) -> errors.DistributedError | None:
         """See ``Backend``. After a loss, abort the backends that have not detected it."""
-        losses = {part: part.lost(doing) for part in self._parts if part not in self._notified}
+        losses = {part: part.lost(doing) for part in self.parts if part not in self._notified}
         cause = next(filter(None, losses.values()), None)
-        if isinstance(cause, PeerLostError):
+        if isinstance(cause, errors.PeerLostError):
             for part in (part for part, loss in losses.items() if loss is None):
                 self._notified.append(part)
                 part.abort(cause)
@@ -326,7 +302,7 @@ class HierarchicalBackend(Backend):
 
     def is_busy(self) -> bool:
         is_idle = all(work.is_completed() for work in (*self._running, *self._receives))
-        return not is_idle or any(part.is_busy() for part in self._parts)
+        return not is_idle or super().is_busy()
 
     def close(self) -> None:
         """Close the backends, so that pending operations end. Then stop this backend's thread."""
@@ -335,11 +311,11 @@ class HierarchicalBackend(Backend):
         thread, self._thread = self._thread, None
         # The code that a signal handler interrupted may hold the queue's lock: do not wait for the
         # thread.
-        if thread is not None and not self._callers.contains_this_thread():
+        if thread is not None and not self.callers.contains_this_thread():
             thread.shutdown(cancel_futures=True)
 
     def _close_backends(self) -> None:
-        for backend in self._parts:
+        for backend in self.parts:
             backend.close()
 
 
@@ -348,7 +324,6 @@ class FutureWork(Work):
 
     def __init__(self, future: futures.Future[Any]) -> None:
         self._future = future
-        self._end_time: float | None = None
         future.add_done_callback(self._set_end_time)
 
     def _set_end_time(self, _: futures.Future[Any]) -> None:
@@ -374,9 +349,6 @@ class FutureWork(Work):
             return self._future.done()
         return not isinstance(self._future.exception(), FAILURES)
 
-    def end_time(self) -> float | None:
-        return self._end_time
-
 
 class PartWork(Work):
     """A send or receive ``call`` in one backend, or a receive from any rank in two backends.
@@ -386,12 +358,9 @@ class PartWork(Work):
     """
 
     def __init__(
-        self,
-        owner: HierarchicalBackend,
-        call: Call,
-        works: Sequence[tuple[Work, Sequence[int]]],
+        self, owner: HierarchicalBackend, call: Call, works: Sequence[tuple[Work, Sequence[int]]],
         claim: Array | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._owner, self._call, self._works, self._claim = owner, call, works, claim
 
     def receive(self) -> Matched | None:
@@ -418,7 +387,7 @@ class PartWork(Work):
         while not self._is_decided():
             if (left := end - time.monotonic()) <= 0:
                 return False
-            with suppress(DistributedError):  # ``_finish`` raises the error
+            with suppress(errors.DistributedError):  # ``_finish`` raises the error
                 flat.wait(min(left, _LOOK_SECONDS))  # notify the library that a thread waits
             if self._claim is not None and not self._is_decided():
                 native = _native.load_extension("gloo")

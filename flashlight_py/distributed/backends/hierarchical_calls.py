@@ -19,9 +19,10 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.calls.arrays import as_bytes, check_out_rows, dtype_code, row_bytes
+from flashlight_py.distributed.calls.arrays import as_bytes, check_out_rows, row_bytes
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.combining import factors, split_rows
+from flashlight_py.distributed.calls.combining import combine_natively, factors, split_rows
+from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, RankMessage, between_hosts
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
@@ -63,13 +64,9 @@ class HostCalls:
     far: float
 
     def __init__(
-        self,
-        rank: int,
-        hosts: Sequence[Sequence[int]],
-        inside: Backend,
-        between: Backend | None,
+        self, rank: int, hosts: Sequence[Sequence[int]], inside: Backend, between: Backend | None,
         runs_ahead: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._rank, self._hosts, self._inside, self._between = rank, hosts, inside, between
         self._order = [r for host in hosts for r in host]
         self._in_order, self._size = self._order == sorted(self._order), len(self._order)
@@ -96,7 +93,7 @@ class HostCalls:
         if call.verb is BROADCAST:
             return Load(0, as_bytes(array)) if self._rank == call.root else NO_LOAD
         first, last = factors(array.dtype, call.op, call.scale)
-        kind = call.name, array.dtype, call.op
+        kind = array.dtype, call.op
         made = partial(self._combined, *kind, first), partial(self._combined, *kind, last)
         return Load(0, as_bytes(array), *made)
 
@@ -130,15 +127,11 @@ class HostCalls:
         return result
 
     def _combined(
-        self, name: str, dtype: np.dtype[Any], op: int, scale: float, parts: Sequence[Array]
+        self, dtype: np.dtype[Any], op: ReduceOp, scale: float, parts: Sequence[Array]
     ) -> Array:
         """Reduce ``parts`` in their order. Each part is an array of ``dtype``, as bytes."""
-        ffi, count = self._native.ffi, parts[0].size // dtype.itemsize
         result = np.empty_like(parts[0])
-        where = ffi.from_buffer("char[]", result, require_writable=True)
-        sources = ffi.new("const void *[]", [ffi.from_buffer(part) for part in parts])
-        code = dtype_code(name, dtype)
-        self._native.lib.fl_reduce(code, op, scale, where, sources, len(parts), count)
+        combine_natively(self._native, parts, op, scale, result.view(dtype))
         return result
 
     def all_reduce(self, call: Call) -> Array:

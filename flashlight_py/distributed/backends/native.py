@@ -19,20 +19,8 @@ from flashlight_py import _native
 from flashlight_py._native import codes
 from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.callers import (
-    SITE_BYTES,
-    Callers,
-    interrupt_callback,
-    raise_interruption,
-)
-from flashlight_py.distributed.backends.native_errors import (
-    NAMED,
-    dtype_names,
-    error_for_peers,
-    failure,
-    signature_text,
-)
+from flashlight_py.distributed.backend import Backend, EntryPoints, dropped
+from flashlight_py.distributed.backends import callers, native_errors
 from flashlight_py.distributed.backends.native_work import (
     COMPARED,
     GATHERED,
@@ -41,6 +29,7 @@ from flashlight_py.distributed.backends.native_work import (
     freed_by,
     light_work,
 )
+from flashlight_py.distributed.calls import call_site
 from flashlight_py.distributed.calls.arrays import (
     check_out_rows,
     dtype_digest,
@@ -49,14 +38,6 @@ from flashlight_py.distributed.calls.arrays import (
     row_bytes,
 )
 from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Matched
-from flashlight_py.distributed.calls.call_site import (
-    Site,
-    caller,
-    hidden_files,
-    site_of,
-    text_at_site,
-)
-from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
 from flashlight_py.distributed.calls.journal import NATIVE, OBJECTS, SENDRECV, Journal, Ring, forked
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.rendezvous.store import Store
@@ -97,16 +78,16 @@ def signature_of(ffi: Any, call: Call, like: Array | None, code: int, root: int)
         shape: tuple[int, ...] = ()
         ndim = codes.REFUSED if call.refusal else codes.ANY if call.finds_shape else 0
         if call.part_of == SHUTDOWN:
-            name = f"{SHUTDOWN}{NAMED}"
+            name = f"{SHUTDOWN}{native_errors.NAMED}"
     else:
         holds, shape = call.holds, like.shape
         kind = native_code(like.dtype) if holds is None or call.verb.reduces else MOVED
         if holds is not None or kind == MOVED:
             dtype_held, shape = holds or (like.dtype, shape)
             number, text = dtype_digest(dtype_held), dtype_name(dtype_held)
-            if len(dtype_names) >= _SEEN:
-                dtype_names.clear()
-            dtype_names[number], name = text, f"{text}{NAMED}"
+            if len(native_errors.dtype_names) >= _SEEN:
+                native_errors.dtype_names.clear()
+            native_errors.dtype_names[number], name = text, f"{text}{native_errors.NAMED}"
             shape = (*shape, number)
         ndim, dtype = len(shape), dtype | kind
         if call.compared:
@@ -154,15 +135,15 @@ class NativeBackend(Backend):
         # Handle of the group in the library; None after close(). It is freed after its last use.
         self.group: Any = None
         abort.watch(self)
-        self._sites: dict[Site, Any] = {}
+        self._sites: dict[call_site.Site, Any] = {}
         self._running: dict[Any, None] = {}  # an ordered set; several threads change it
         self._most_running = _LEAST_RUNNING
-        self._callers = Callers(self.name)
+        self.callers = callers.Callers(self.name)
         self._first: list[Any] = []  # garbage-collected shared arrays, which the next call frees
         self._step: EntryPoints | None = None  # for ``step``; None until its first call
         self._kept: list[Any] = []  # buffers that the library may write until it frees the group
 
-    def bind(self, journal: Journal) -> FastPath:
+    def bind(self, journal: Journal) -> EntryPoints:
         """Return native functions that accept plain NumPy arrays directly; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
@@ -181,7 +162,7 @@ class NativeBackend(Backend):
     def _bound(self, fast: Any, ring: Ring) -> EntryPoints:
         fast.verbs(FLAGS)
         group = self._open("bind")
-        self._callers.native_header = ring.header
+        self.callers.native_header = ring.header
         self._kept.append(ring.memory)
         of_op = [f"fl_op_{name}" for name in ("stamp", "wait", "signatures", "output", "free")]
         names = ("fl_run", "fl_exchange", *of_op, *self.steps)
@@ -192,7 +173,7 @@ class NativeBackend(Backend):
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_call_site),
             (AllOf, _raise_forked_error, light_work(fast), self._running),
-            *(ring.memory, ring.notes, hidden_files(), self._callers.threads),
+            *(ring.memory, ring.notes, call_site.hidden_files(), self.callers.threads),
             (self._first, dropped),
         )
         return EntryPoints(*functions_of_group)
@@ -205,7 +186,7 @@ class NativeBackend(Backend):
         """Set the handle ``group``. If ``at_once``, a call returns only after all ranks made it."""
         self.group = group
         self._do("call_ranks", group, self.ffi.new("int[]", self.numbers))
-        self._do("on_interrupt", group, interrupt_callback(native))
+        self._do("on_interrupt", group, callers.interrupt_callback(native))
         if at_once:
             self._do("compare_at_once", group)
 
@@ -239,10 +220,10 @@ class NativeBackend(Backend):
             if verb == SENDRECV.code:
                 arrays = x, out, out
                 works = [self._wrapped(op, verb, arrays, 0, limit) for op in handle if op]
-                raise_interruption(self.lib, self.ffi.NULL)
+                callers.raise_interruption(self.lib, self.ffi.NULL)
                 AllOf(works).wait()
                 return out
-            raise_interruption(self.lib, self.ffi.cast("fl_op *", handle))
+            callers.raise_interruption(self.lib, self.ffi.cast("fl_op *", handle))
             return self._wrapped(handle, verb, (x, out, made), root, limit).wait()
         except BaseException as error:
             if self.journal is not None:
@@ -287,20 +268,12 @@ class NativeBackend(Backend):
         """Return as text a collective that ``rank`` has begun before this rank, or ""."""
         call, group = self.ffi.new("fl_signature *"), self.group
         ahead = group is not None and self.lib.fl_is_ahead(group, rank, call) > 0
-        return signature_text(call) if ahead else ""
+        return native_errors.signature_text(call) if ahead else ""
 
     def _launch(
-        self,
-        call: Call,
-        *,
-        like: Array | None = None,
-        root: int | None = None,
-        data: Any = None,
-        keep: Any = None,
-        output: Array | None = None,
-        room: Any = None,
-        result: Any = _ARRAY,
-    ) -> Work:
+        self, call: Call, *, like: Array | None = None, root: int | None = None, data: Any = None,
+        keep: Any = None, output: Array | None = None, room: Any = None, result: Any = _ARRAY,
+    ) -> Work:  # fmt: skip
         """Start ``call`` in the library and return its Work.
 
         The ranks compare dtype and shape of ``like`` (default: ``call.array``), and ``root``
@@ -308,7 +281,7 @@ class NativeBackend(Backend):
         replace ``call.array`` and ``output``. The Work keeps ``keep`` alive, and returns ``result``
         (default: ``call.array``).
         """
-        group, thread = self._open(call.name), self._callers.check(call.name)
+        group, thread = self._open(call.name), self.callers.check(call.name)
         verb, array = call.verb, call.array
         seconds = self.timeout if call.seconds is None else call.seconds
         if root is None:
@@ -323,12 +296,13 @@ class NativeBackend(Backend):
             code = BARRIER.code
         like = array if like is None else like
         try:
-            self._callers.threads.add(thread)
+            self.callers.threads.add(thread)
             if self._first:
                 self._forget_collected(group)
             signature, name = signature_of(self.ffi, call, like, code, root)
             if text := call.refusal or name:
-                site = self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)})
+                raw = call_site.text_at_site(text, callers.SITE_BYTES)
+                site = self.ffi.new("fl_site *", {"text": raw})
             else:
                 asks = self.asks_for_sites and call.blocking and call.peer < 0
                 # In a verb with a root and in a scan, this rank may return before another rank asks
@@ -338,9 +312,9 @@ class NativeBackend(Backend):
             addresses = source, target, call.peer
             options = seconds, self.lib.FL_AHEAD if call.is_ahead else not call.blocking, site
             handle = self.lib.fl_run(group, signature, *addresses, *options)
-            raise_interruption(self.lib, handle)
+            callers.raise_interruption(self.lib, handle)
         finally:
-            self._callers.threads.discard(thread)
+            self.callers.threads.discard(thread)
         if handle == self.ffi.NULL:
             return Done(output if result is GATHERED else None if result is COMPARED else result)
         if call.compared:
@@ -366,18 +340,15 @@ class NativeBackend(Backend):
                     self.forget(other)
             self._most_running = max(_LEAST_RUNNING, 2 * len(self._running))
 
-    def is_calling(self) -> bool:
-        return self._callers.contains_this_thread()
-
     def _open(self, name: str) -> Any:
         if (group := self.group) is None:
             raise GroupClosedError(f"[{name}] {self.name}: the group is closed. Create it again")
         return group
 
     def _call_site(self, depth: int = 3) -> Any:
-        line = caller(depth)
+        line = call_site.caller(depth)
         if (site := self._sites.get(line)) is None:
-            text = site_of(line).encode()[-SITE_BYTES:]
+            text = call_site.site_of(line).encode()[-callers.SITE_BYTES :]
             site = self._sites[line] = self.ffi.new("fl_site *", {"text": text})
         return site
 
@@ -483,7 +454,7 @@ class NativeBackend(Backend):
 
     def abort(self, cause: str | DistributedError) -> None:
         if (group := self.group) is not None:
-            text = error_for_peers(self, cause)
+            text = native_errors.error_for_peers(self, cause)
             self._do("give_up", group, text.encode(errors="replace"))
 
     def lost(self, doing: str) -> DistributedError | None:
@@ -492,7 +463,8 @@ class NativeBackend(Backend):
         if (handle := self.lib.fl_lost(group)) == self.ffi.NULL:
             return None
         handle = self.ffi.gc(handle, self.lib.fl_op_free)
-        return failure(self, handle, self.lib.fl_op_wait(handle, 0.0), doing, self.timeout, 0)
+        status = self.lib.fl_op_wait(handle, 0.0)
+        return native_errors.failure(self, handle, status, doing, self.timeout, 0)
 
     def leave(self) -> None:
         if (group := self.group) is not None:

@@ -11,20 +11,7 @@ from flashlight_py._native.codes import DTYPES, MOVED
 from flashlight_py.distributed.calls.arrays import MIN_DTYPE_DIGEST
 from flashlight_py.distributed.calls.call import COMPOSED, array_text, call_text, composed
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.failures import abort
-from flashlight_py.distributed.failures.wording import (
-    END_ADVICE,
-    HOST_ADVICE,
-    LEAVING_ADVICE,
-    PEER_ADVICE,
-    UNUSABLE,
-    did_not_join,
-    different_calls,
-    indented_traceback,
-    names,
-    peer_raised,
-    process_list,
-)
+from flashlight_py.distributed.failures import abort, wording
 from flashlight_py.distributed.rendezvous.store import MOST_RANKS
 from flashlight_py.distributed.verbs import BARRIER, VERBS
 from flashlight_py.errors import (
@@ -65,20 +52,22 @@ def failure(
     text = ffi.string(lib.fl_op_message(handle)).decode(errors="replace")
     ranks = ffi.new("int[]", backend.size)
     missing = sorted(ranks[0 : lib.fl_op_missing(handle, ranks, backend.size)])
-    who = names(backend.numbers[rank] for rank in missing) if missing else "another rank"
-    processes = process_list(missing, backend.processes)
+    who = wording.names(backend.numbers[rank] for rank in missing) if missing else "another rank"
+    processes = wording.process_list(missing, backend.processes)
     if status == lib.FL_MISMATCH:
         return _mismatch(where, backend, handle, number)
     if status == lib.FL_RAISED:
         return _received_error(where, text)
-    lost = {lib.FL_PEER_LOST: PEER_ADVICE, lib.FL_HOST_LOST: HOST_ADVICE}
-    advice = (lost | {lib.FL_LEAVING: LEAVING_ADVICE}).get(status)
+    lost = {lib.FL_PEER_LOST: wording.PEER_ADVICE, lib.FL_HOST_LOST: wording.HOST_ADVICE}
+    advice = (lost | {lib.FL_LEAVING: wording.LEAVING_ADVICE}).get(status)
     if status == lib.FL_PEER_LOST and text.startswith(_LEFT):
         words = _ended_normally(backend, handle, missing, number)
         text = words + text.removeprefix(_LEFT)
-        advice = LEAVING_ADVICE if "send" in verb or "recv" in verb else END_ADVICE
+        advice = wording.LEAVING_ADVICE if "send" in verb or "recv" in verb else wording.END_ADVICE
     if advice is not None:
-        error = PeerLostError(f"{where}: lost {who} ({text}){processes}. {advice}. {UNUSABLE}")
+        error = PeerLostError(
+            f"{where}: lost {who} ({text}){processes}. {advice}. {wording.UNUSABLE}"
+        )
         if text.startswith(_GIVEN_UP):
             error.for_others = _late_rank_for_peers(backend, who, text[len(_GIVEN_UP) :])
         return error
@@ -88,7 +77,7 @@ def failure(
             text = _deadlock(where, backend, handle, elsewhere, limit)
             return MismatchError(text, group_lives=False)
         last = _last_calls(backend, handle, missing, number)
-        late = did_not_join(where, f"{who} did not join", limit, text, processes, last)
+        late = wording.did_not_join(where, f"{who} did not join", limit, text, processes, last)
         return CollectiveTimeoutError(late)
     kind = DistributedError
     if status == lib.FL_CLOSED:
@@ -117,7 +106,8 @@ def error_for_peers(backend: NativeBackend, cause: str | DistributedError) -> st
     """Return a message that makes other ranks raise ``cause``, or an error with this traceback."""
     if isinstance(cause, str):
         who = f"rank {backend.numbers[backend.rank]}"
-        return _LOST + peer_raised(who, process_list([backend.rank], backend.processes), cause)
+        process = wording.process_list([backend.rank], backend.processes)
+        return _LOST + wording.peer_raised(who, process, cause)
     if isinstance(cause, PeerLostError) and cause.for_others:
         return _LATE + cause.for_others
     kind = _LATE if isinstance(cause, CollectiveTimeoutError) else _LOST
@@ -127,13 +117,13 @@ def error_for_peers(backend: NativeBackend, cause: str | DistributedError) -> st
 
 def _late_rank_for_peers(backend: NativeBackend, who: str, why: str) -> str:
     """Return the message for other ranks after the ranks ``who`` gave up waiting for this rank."""
-    processes = process_list([backend.rank], backend.processes)
+    processes = wording.process_list([backend.rank], backend.processes)
     late = f"rank {backend.numbers[backend.rank]} did not join"
-    return did_not_join("", late, f"the limit of {who}", why, processes).removeprefix(": ")
+    return wording.did_not_join("", late, f"the limit of {who}", why, processes).removeprefix(": ")
 
 
 def _received_error(where: str, words: str) -> DistributedError:
-    text = f"{where}: {indented_traceback(words[1:])}"
+    text = f"{where}: {wording.indented_traceback(words[1:])}"
     if words.startswith(_DIFFERENT):
         return MismatchError(text, group_lives=False)
     return CollectiveTimeoutError(text) if words.startswith(_LATE) else PeerLostError(text)
@@ -154,7 +144,7 @@ def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> M
         which = f"message {newest} from rank {senders[0]} to rank {receiver}"
         which = f"an earlier {which}" if ago else which
     calls = {rank: _call_and_site(backend, handle, *call) for rank, call in by_rank.items()}
-    text = different_calls(where, calls.items(), number or newest, ago, which)
+    text = wording.different_calls(where, calls.items(), number or newest, ago, which)
     return MismatchError(text, calls=[*calls.values()])
 
 
@@ -176,7 +166,8 @@ def _deadlock(where: str, backend: NativeBackend, handle: Any, others: str, limi
         waiting = f"this rank called {call} as rank {backend.rank} of a group of {backend.size}"
     return (
         f"{where}: the ranks called verbs of different groups: {waiting}; {others}. They waited "
-        f"{limit} for each other. {UNUSABLE}. Make every rank call the groups in the same order"
+        f"{limit} for each other. {wording.UNUSABLE}. Make every rank call the groups in the same "
+        "order"
     )
 
 
@@ -209,7 +200,7 @@ def calls_in_other_groups(backend: NativeBackend, missing: Sequence[int]) -> str
     called = [f"rank {number} called {call}" for number, call in calls if call]
     silent = [number for number, call in calls if not call]
     if called and silent:
-        called.append(f"{names(silent)} called no verb of another group")
+        called.append(f"{wording.names(silent)} called no verb of another group")
     return "; ".join(called)
 
 

@@ -14,14 +14,7 @@ from flashlight_py._native import codes
 from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.native_errors import failure
-from flashlight_py.distributed.calls import journal
-from flashlight_py.distributed.calls.arrays import (
-    ENCODED_PART,
-    check_out_rows,
-    decode_part,
-    dtype_of_code,
-    row_count,
-)
+from flashlight_py.distributed.calls import arrays, journal
 from flashlight_py.distributed.verbs import SCATTER, VERBS
 from flashlight_py.distributed.work import Work, wait_timeout_error
 from flashlight_py.errors import DistributedError
@@ -77,28 +70,19 @@ class NativeWork(Work):
     id = 0  # entry in the backend's journal; 0: native code recorded no entry
 
     def __init__(
-        self,
-        backend: NativeBackend,
-        name: str,
-        handle: Any,
-        kept: Any,
-        seconds: float,
-        result: Any = None,
-        like: Any = None,
-        out: Any = None,
-        root: int = 0,
-        made: Any = None,
-    ) -> None:
+        self, backend: NativeBackend, name: str, handle: Any, kept: Any, seconds: float,
+        result: Any = None, like: Any = None, out: Any = None, root: int = 0, made: Any = None,
+    ) -> None:  # fmt: skip
         self._backend, self._name, self._lib = backend, name, backend.lib
         self._handle = backend.ffi.gc(handle, backend.lib.fl_op_free)
         self._kept, self._seconds = kept, seconds
         self._result, self._like, self._out, self._root = result, like, out, root
         self._made = made
         self.number = backend.count[0]  # number of this collective in the group
-        self._forks = journal.fork_count()
+        self._forks = journal.forks
 
     def wait(self, timeout: float | None = None) -> Any:
-        if self._forks != journal.fork_count():
+        if self._forks != journal.forks:
             raise journal.forked(self._name)
         pending = self._lib.FL_PENDING
         seconds = left = math.inf if timeout is None else timeout
@@ -123,24 +107,24 @@ class NativeWork(Work):
         return int(self._lib.fl_op_wait(self._handle, seconds))
 
     def cancel(self) -> None:
-        if self._forks == journal.fork_count() and self._lib.fl_op_cancel(self._handle):
+        if self._forks == journal.forks and self._lib.fl_op_cancel(self._handle):
             where, reason = f"[cancel] {self._backend.name}", self._backend.reason()
             raise DistributedError(f"{where}: the library failed: {reason}")
 
     def is_completed(self) -> bool:
         """Return whether the operation has ended; always True in a forked child."""
-        if self._forks != journal.fork_count():
+        if self._forks != journal.forks:
             return True
         return self._status(0.0) != int(self._lib.FL_PENDING)
 
     def has_ended_well(self) -> bool:
         """Return whether the operation has ended and ``wait`` would raise no error."""
-        if self._forks == journal.fork_count() and self._status(0.0) != self._lib.FL_OK:
+        if self._forks == journal.forks and self._status(0.0) != self._lib.FL_OK:
             return False
         return self._result is not GATHERED or self._out is None or not self._fetched()[0]
 
     def end_time(self) -> float | None:
-        if self._forks != journal.fork_count():
+        if self._forks != journal.forks:
             return None
         return self._lib.fl_op_ended(self._handle) or None
 
@@ -170,8 +154,8 @@ class NativeWork(Work):
         signature = self._signatures()[self._root]
         code = signature.dtype & ~(codes.COMPARED | codes.ON_GPU)
         if code == MOVED:
-            return ENCODED_PART, (signature.count,)
-        return dtype_of_code(code), tuple(signature.shape[0 : signature.ndim])
+            return arrays.ENCODED_PART, (signature.count,)
+        return arrays.dtype_of_code(code), tuple(signature.shape[0 : signature.ndim])
 
     def _signatures(self) -> Any:
         return self._lib.fl_op_signatures(self._handle)
@@ -183,16 +167,18 @@ class NativeWork(Work):
             return result
         signatures = self._signatures()
         rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
-        if result is not None and row_count(result) == rows:  # empty rows, so no bytes arrived
+        if (
+            result is not None and arrays.row_count(result) == rows
+        ):  # empty rows, so no bytes arrived
             return result
         if self._out is not None:
-            check_out_rows(self._name, self._out, rows, backend.rank, backend.size)
+            arrays.check_out_rows(self._name, self._out, rows, backend.rank, backend.size)
         return self._wrap(self._like.dtype, (rows, *self._like.shape[1:]))
 
     def _scattered(self) -> Array:
         dtype, shape = self._sent()
-        if dtype is ENCODED_PART:
-            return decode_part(self._wrap(np.dtype(np.uint8), shape))
+        if dtype is arrays.ENCODED_PART:
+            return arrays.decode_part(self._wrap(np.dtype(np.uint8), shape))
         return self._wrap(dtype, shape)
 
     def _wrap(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:

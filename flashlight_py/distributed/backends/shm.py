@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,7 @@ from flashlight_py.distributed.backends.exchange import BackendStore
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_work import NativeWork, freed_by, keeping
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.memory.memory_file import (
-    made_together,
-    map_together,
-    needs_names,
-    open_memory,
-)
+from flashlight_py.distributed.memory import memory_file
 from flashlight_py.distributed.memory.memory_room import LITTLE, ordinary_empty, reserve
 from flashlight_py.distributed.rendezvous.store import Store, Subgroup
 from flashlight_py.errors import BackendUnavailableError, OutOfMemoryError
@@ -59,13 +55,13 @@ class ShmBackend(NativeBackend):
         native = _native.load_extension("shm")
         super().__init__(native, store, timeout)
         self.hosts = [range(self.size)]
-        self._named = needs_names(store.spaces)
+        self._named = memory_file.needs_names(store.spaces)
         subgroup = store.memory_subgroup
         self._subgroup = subgroup if subgroup and min(subgroup.ranks) >= 0 else None
         self.memory = self
         ranks = range(self.size) if self._subgroup is None else self._subgroup.ranks
         self.memory_ranks = self.network_ranks = list(ranks)
-        self._begin(native, map_together(store, self._map, self._named), at_once)
+        self._begin(native, memory_file.map_together(store, self._map, self._named), at_once)
         self._do("on_mismatch", self.group, call_site_callback(native))
 
     def subgroup(self, ranks: Sequence[int], count: int, first: int) -> Subgroup | None:
@@ -87,7 +83,12 @@ class ShmBackend(NativeBackend):
         return self._owned(group)
 
     def look_back(self, name: str, seconds: float) -> bool:
-        """Compare calls that this rank made before other ranks joined; see ``ComparesAhead``."""
+        """Return whether all ranks have joined the calls that this rank made ahead. Does not block.
+
+        Such calls (``Call.is_ahead``) return before other ranks join. ``name`` is the name of the
+        last call, for errors. Raises MismatchError if the ranks made different calls, and
+        CollectiveTimeoutError if a rank is late by more than ``seconds``.
+        """
         if (group := self.group) is None:
             return True  # the next wait raises the error
         is_behind = self.ffi.new("int *")
@@ -111,7 +112,7 @@ class ShmBackend(NativeBackend):
             large = create and stride * self.size >= LITTLE
             if large:
                 purpose = f"shared_empty, {self.size} arrays of {dtype} {shape}"
-                with open_memory(path) as fd:
+                with memory_file.open_memory(path) as fd:
                     reserve(fd, stride * self.size, purpose)
             region = self.lib.fl_add_region(group, name, create + large, stride)
             if region == self.ffi.NULL:
@@ -119,12 +120,13 @@ class ShmBackend(NativeBackend):
             return region
 
         try:
-            region = map_together(store, add, self._named)
+            region = memory_file.map_together(store, add, self._named)
         except OutOfMemoryError:
             raise
         except BackendUnavailableError as error:
             _log.warning("shared_empty%s returns ordinary memory: %s", shape, error)
-            return [made_together(store, lambda: ordinary_empty(shape, dtype, self.size))]
+            make = partial(ordinary_empty, shape, dtype, self.size)
+            return [memory_file.made_together(store, make)]
         pointer = self.ffi.cast("char *", self.lib.fl_region_array(region))
         # The array may be collected during a wait that holds the lock of the group. The next
         # operation therefore frees the memory.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from flashlight_py import _native
-from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backend import Backend, EntryPoints, dropped
 from flashlight_py.distributed.backends.native import FLAGS, SLOWER
 from flashlight_py.distributed.backends.native_work import light_work
 from flashlight_py.distributed.calls.arrays import check_out_rows, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.call_site import hidden_files
-from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
 from flashlight_py.distributed.calls.journal import Journal
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import SCATTER
@@ -52,7 +51,7 @@ class SingleBackend(Backend):
     def close(self) -> None:
         """Do nothing: a group of one rank has no resources."""
 
-    def bind(self, journal: Journal) -> FastPath:
+    def bind(self, journal: Journal) -> EntryPoints:
         """Return native functions for calls in a group of one rank; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)

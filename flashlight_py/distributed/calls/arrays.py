@@ -14,7 +14,7 @@ import numpy as np
 
 from flashlight_py._native import codes
 from flashlight_py._native.codes import MOVED
-from flashlight_py.device import Array, array_module, bfloat16, is_cupy, is_floating
+from flashlight_py.device import Array, array_module, as_packed, bfloat16, is_cupy, is_floating
 from flashlight_py.distributed.calls.kinds import BFLOAT16_BYTES, copy_to_fill, is_instance, kind_of
 from flashlight_py.distributed.constants import ReduceOp
 
@@ -348,16 +348,6 @@ def check_op_and_scale(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: flo
     return factor
 
 
-def as_packed(array: Array) -> Array:
-    """Return ``array`` if C-contiguous, aligned and in native byte order, else such a copy."""
-    flags = array.flags
-    if flags.c_contiguous and array.dtype.isnative and getattr(flags, "aligned", True):  # for CuPy
-        return array
-    xp = array_module(array)
-    packed: Array = xp.array(array, dtype=array.dtype.newbyteorder("="), order="C")
-    return packed
-
-
 class Terms(NamedTuple):
     """Array and operation for a backend. ``back`` converts the result to the user's dtype."""
 
@@ -408,7 +398,7 @@ def may_overlap(one: Array, other: Array) -> bool:
 
 
 def row_count(array: Any) -> int:
-    """Return the first dimension of an array, or of the tuple that ``FastPath`` accepts."""
+    """Return the first dimension of an array, or of the tuple that ``EntryPoints`` accepts."""
     shape = array[2] if type(array) is tuple else array.shape
     return int(shape[0])
 

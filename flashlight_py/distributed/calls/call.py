@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from flashlight_py.checks import as_integer
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.calls.arrays import dtype_name
-from flashlight_py.distributed.calls.checks import as_integer
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_REDUCE, BROADCAST, RECV, SCATTER, Verb
 
@@ -83,8 +83,8 @@ class Call:
             reduced as integers, and parts of a scatter may contain their dtype as bytes.
         refusal: Error text if this rank rejects its arguments, else "". Then the call moves no
             data, and other ranks raise ``MismatchError`` instead of waiting.
-        is_ahead: True if a comparison may end before the other ranks join. Only a backend that
-            ``ComparesAhead`` (nccl/comparing.py) sets it. The backend then compares the call later.
+        is_ahead: True if a comparison may end before the other ranks join. Only set for a backend
+            with ``look_back``, which compares the call later.
     """
 
     verb: Verb

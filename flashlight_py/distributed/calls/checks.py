@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,28 +12,10 @@ from numpy.exceptions import TooHardError
 from numpy.lib.array_utils import byte_bounds
 
 from flashlight_py import _native
+from flashlight_py.checks import as_integer
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.errors import BackendUnavailableError
-
-
-def as_integer(value: object) -> int | None:
-    if type(value) is int:
-        return value
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def check_integer(function: str, name: str, value: object, least: int = 0) -> int:
-    """Return ``value`` as an int. Raises an error with ``name`` if it is less than ``least``."""
-    number = None if isinstance(value, bool) else as_integer(value)
-    if number is None:
-        raise TypeError(f"{function}: {name} must be an integer, got {type(value).__name__}")
-    if number < least:
-        raise ValueError(f"{function}: {name} must be at least {least}, got {number}")
-    return number
 
 
 def check_rank(size: int, verb: str, name: str, rank: object) -> int:
@@ -159,7 +140,7 @@ class OverlapCheck:
         ``writes``: the verb fills ``array``. ``beside``: index of an array that may be overlapped.
         """
         index, self._count = self._count, self._count + 1
-        start, end = _bounds(array)
+        start, end = bounds(array)
         if start == end:
             return
         arrays = self._arrays
@@ -182,7 +163,7 @@ class OverlapCheck:
         return f"out[{index}]" if index < self._outs else f"x[{index - self._outs}]"
 
 
-def _bounds(array: Array) -> tuple[int, int]:
+def bounds(array: Array) -> tuple[int, int]:
     if type(array) is np.ndarray:
         return _numpy_bounds(array)
     start = int(array.data.ptr if is_cupy(array) else array.ctypes.data)  # type: ignore[attr-defined]

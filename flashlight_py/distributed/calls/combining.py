@@ -15,7 +15,7 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import verbs
-from flashlight_py.distributed.calls.arrays import LOGICAL, UFUNCS, scale_in_place
+from flashlight_py.distributed.calls.arrays import LOGICAL, UFUNCS, dtype_code, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import Verb
@@ -40,6 +40,16 @@ def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array
         scale_in_place(total, scale)
         result: Array = total.astype(dtype, copy=False)
     return result
+
+
+def combine_natively(
+    native: Any, arrays: Sequence[Array], op: ReduceOp, scale: float, out: Array
+) -> None:
+    """Write ``combined(arrays, op, scale)`` to ``out`` by an extension. All arrays are packed."""
+    ffi, code = native.ffi, dtype_code(op.name.lower(), out.dtype)
+    sources = ffi.new("const void *[]", [ffi.from_buffer(array) for array in arrays])
+    target = ffi.from_buffer("char[]", out.view(np.uint8), require_writable=True)
+    native.lib.fl_reduce(code, op, scale, target, sources, len(arrays), out.size)
 
 
 def is_narrow(dtype: np.dtype[Any]) -> bool:

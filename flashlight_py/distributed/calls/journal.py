@@ -54,7 +54,7 @@ _journals: list[weakref.ref[Journal]] = []  # a list can be read while another t
 # Calls of a closed group may explain a failure, so the newest groups are not freed.
 _latest: deque[Journal] = deque(maxlen=16)
 _made: Counter[tuple[int, ...]] = Counter()
-_forks = 0  # number of forks from the first process to this one
+forks = 0  # number of forks from the first process to this one
 _listeners = 0  # number of active profiles and step recordings, of all threads
 _leaving = threading.RLock()
 
@@ -316,13 +316,13 @@ class _Recorded(Work):
 
     def __init__(self, work: Work, record: Record) -> None:
         self._work, self._record = work, record
-        self._forks = _forks
+        self._forks = forks
         record.is_async = True
         record.work = weakref.ref(work)
         record.flight = work.flight
 
     def wait(self, timeout: float | None = None) -> Any:
-        if self._forks != _forks:
+        if self._forks != forks:
             raise forked(self._record.values[2])
         record, began = self._record, monotonic_ns()
         try:
@@ -342,14 +342,10 @@ class _Recorded(Work):
         return value
 
     def is_completed(self) -> bool:
-        return self._forks != _forks or self._work.is_completed()
+        return self._forks != forks or self._work.is_completed()
 
     def end_time(self) -> float | None:
-        return None if self._forks != _forks else self._work.end_time()
-
-
-def fork_count() -> int:
-    return _forks
+        return None if self._forks != forks else self._work.end_time()
 
 
 def forked(verb: str) -> GroupClosedError:
@@ -400,8 +396,8 @@ def _live_journals() -> list[Journal]:
 
 
 def _forget_in_child() -> None:
-    global _forks, _leaving, _listeners, listener
-    _forks, _leaving = _forks + 1, threading.RLock()  # another thread may have held the old lock
+    global forks, _leaving, _listeners, listener
+    forks, _leaving = forks + 1, threading.RLock()  # another thread may have held the old lock
     _listeners, listener = _listeners - (listener is not None), None  # the child has no profile
     _latest.clear()
     for journal in _live_journals():  # the child may use groups of one process

@@ -8,7 +8,6 @@ exceptions that the program catches.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import sys
@@ -16,8 +15,9 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ContextDecorator
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.tracebacks import folded, is_full
@@ -127,7 +127,7 @@ def report_of_threads() -> None:
         report(_hooks.of_a_thread)
 
 
-class abort_on_exception:
+class abort_on_exception(ContextDecorator):
     """Notify the other ranks of an exception that leaves a ``with`` block or a function.
 
     The other ranks raise ``PeerLostError`` with the traceback of this rank, instead of waiting for
@@ -163,13 +163,7 @@ class abort_on_exception:
                 "coroutine or generator function, which runs after its call has returned. Use "
                 "`with abort_on_exception():` inside it."
             )
-
-        @functools.wraps(func)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return func(*args, **kwargs)
-
-        return cast(F, guarded)
+        return super().__call__(func)
 
     def __enter__(self) -> None:
         """Begin the block."""
@@ -180,10 +174,8 @@ class abort_on_exception:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        is_planned = isinstance(error, GeneratorExit) or (
-            isinstance(error, SystemExit) and error.code in (0, None)
-        )
-        if error is not None and not is_planned:
+        is_exit = isinstance(error, SystemExit) and error.code in (0, None)
+        if error is not None and not (is_exit or isinstance(error, GeneratorExit)):
             report(error)
 
 

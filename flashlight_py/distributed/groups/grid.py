@@ -9,7 +9,8 @@ from itertools import count, takewhile
 
 import numpy as np
 
-from flashlight_py.distributed.calls.checks import as_integer, check_rank
+from flashlight_py.checks import as_integer
+from flashlight_py.distributed.calls.checks import check_rank
 
 
 @dataclass(frozen=True)

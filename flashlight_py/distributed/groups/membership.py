@@ -14,18 +14,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from flashlight_py.device import is_cupy
-from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backend import Backend, EntryPoints, dropped, left_to_python
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.fast_path import EntryPoints, dropped, left_to_python
 from flashlight_py.distributed.calls.journal import Journal, name_of_group
-from flashlight_py.distributed.calls.self_messages import SelfMessages
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import BARRIER
-from flashlight_py.distributed.work import Then, Work, wait_for
+from flashlight_py.distributed.work import SelfMessages, Then, Work, wait_for
 from flashlight_py.errors import BackendUnavailableError, GroupClosedError
 from flashlight_py.structure import thread_state
 
@@ -41,13 +39,6 @@ _LEAST_UNFINISHED = 8  # number of unfinished results before the first cleanup
 subgroup_numbers = itertools.count(1)  # the number of this process's next subgroup
 # Backends of the parent process. References keep a forked child from destroying them.
 _inherited: list[list[Backend]] = []
-
-
-@runtime_checkable
-class HasCupySide(Protocol):
-    """A backend whose library also moves CuPy arrays, without NCCL."""
-
-    def cupy_side(self) -> Backend: ...
 
 
 @dataclass(frozen=True)
@@ -70,12 +61,9 @@ class Membership:
     _forked = False
 
     def __init__(
-        self,
-        backend: Backend | None,
-        ranks: Sequence[int] | None = None,
-        joiner: Joiner | None = None,
-        first_use: Callable[[], None] | None = None,
-    ) -> None:
+        self, backend: Backend | None, ranks: Sequence[int] | None = None,
+        joiner: Joiner | None = None, first_use: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.on_first_use = first_use  # called by the first verb, which Python must handle
         self.fast = EntryPoints()
         self._backend, self._joiner = backend, joiner
@@ -169,19 +157,16 @@ class Membership:
                     f"rank {self.rank} of {self.size}: expected a NumPy array because this group "
                     "has no NCCL, got a CuPy array. Pass array.get()."
                 )
-            backend, join = self.backend(), self._joiner.join_gpus
-            self.gpus = backend.cupy_side() if isinstance(backend, HasCupySide) else join(backend)
+            backend = self.backend()
+            self.gpus = backend.cupy_side() or self._joiner.join_gpus(backend)
             self._backends.insert(0, self.gpus)
             self.open_fast_path()
         return self.gpus
 
     def subgroup(
-        self,
-        members: list[int],
-        store: Store | None,
-        timeout: float | None,
+        self, members: list[int], store: Store | None, timeout: float | None,
         count: int | None = None,
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """Return the group of the ranks ``members`` of this group.
 
         Collective among the members; blocks. If this process is no member, pass None as ``store``:

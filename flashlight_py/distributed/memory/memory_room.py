@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -38,13 +38,6 @@ _FILES = [
     ("memory.max", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 ]
-
-
-@runtime_checkable
-class SharesMemory(Protocol):
-    """A backend that allocates arrays for ``shared_arrays``."""
-
-    def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]: ...
 
 
 def available(ranks: int = 1) -> tuple[int, str]:
@@ -89,8 +82,8 @@ def shared_arrays(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any]
     If the ranks of ``backend`` share no memory, return a list with one ordinary array. If memory is
     short, only this rank raises MemoryError, and the caller must notify the other ranks.
     """
-    if isinstance(backend, SharesMemory):
-        return backend.shared_by_all(shape, dtype)
+    if backend.shared_by_all is not None:
+        return backend.shared_by_all(shape, dtype)  # type: ignore[no-any-return]
     backend.start(Call(BARRIER, part_of="shared_empty")).wait()
     return [ordinary_empty(shape, dtype)]
 

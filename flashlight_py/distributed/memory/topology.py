@@ -16,21 +16,9 @@ from dataclasses import dataclass
 from socket import AF_INET, AF_INET6, AddressFamily
 from typing import Any, NamedTuple
 
-from flashlight_py import _native, errors, system
-from flashlight_py.distributed.memory.memory_file import (
-    MemoryFile,
-    needs_names,
-    open_memory,
-    process_space,
-)
+from flashlight_py import _native, errors, interfaces, system
+from flashlight_py.distributed.memory import memory_file
 from flashlight_py.distributed.rendezvous.store import Store, host_identity, name_ranks
-from flashlight_py.interfaces import (
-    addresses_of,
-    family_of,
-    interfaces,
-    is_loopback,
-    source_address,
-)
 
 _FAMILIES = {AF_INET: "IPv4", AF_INET6: "IPv6"}
 
@@ -81,7 +69,7 @@ def exchange_process_info(store: Store, checks: bool) -> None:
     Raises UnavailableEverywhereError if only some ranks compare their calls (``checks``).
     """
     process = f"process {system.getpid()} on {system.gethostname()}"
-    facts = [process, process_space(), host_identity(), checks]
+    facts = [process, memory_file.process_space(), host_identity(), checks]
     texts = store.exchange(json.dumps(facts).encode())
     store.processes, store.spaces, store.hosts, store.named, without = texts.derived(_processes)
     if 0 < len(without) < store.size:
@@ -96,7 +84,7 @@ def _processes(texts: Sequence[bytes]) -> tuple[Any, ...]:
     rows = ([unique.setdefault(value, value) for value in json.loads(text)] for text in texts)
     processes, spaces, hosts, checks = zip(*rows, strict=True)
     without = [rank for rank, compares in enumerate(checks) if not compares]
-    return processes, spaces, hosts, needs_names(spaces), without
+    return processes, spaces, hosts, memory_file.needs_names(spaces), without
 
 
 class Sharing(NamedTuple):
@@ -142,7 +130,7 @@ def ranks_by_memory(store: Store) -> Sharing:
     try:
         try:
             _native.load_extension("shm")
-            file = MemoryFile(store.named)
+            file = memory_file.MemoryFile(store.named)
             os.posix_fallocate(file.fd, 0, len(nonce))
             os.pwrite(file.fd, nonce.encode(), 0)
         except (OSError, errors.BackendUnavailableError) as error:
@@ -150,7 +138,7 @@ def ranks_by_memory(store: Store) -> Sharing:
         host = host_identity()
         path = "" if file is None else file.path
         texts = store.exchange(json.dumps([host, domain, path, nonce, problem]).encode())
-        kernel_ranks = texts.derived(_by_kernel)[_kernel(host)]
+        kernel_ranks = texts.derived(_by_kernel)[host.partition(" ")[0]]
         offers = {rank: json.loads(texts[rank]) for rank in kernel_ranks}
         unreadable = {rank: _read_problem(offer[1:], domain) for rank, offer in offers.items()}
         readable = (rank for rank, why in unreadable.items() if not why)
@@ -164,15 +152,11 @@ def ranks_by_memory(store: Store) -> Sharing:
     return answers.derived(Sharing.read)
 
 
-def _kernel(host: str) -> str:
-    """Return the kernel's id. Only hosts (containers) with the same kernel can share memory."""
-    return host.partition(" ")[0]
-
-
 def _by_kernel(texts: Sequence[bytes]) -> dict[str, list[int]]:
+    """Return the ranks by kernel. Only hosts (containers) with the same kernel can share memory."""
     by_kernel: dict[str, list[int]] = {}
     for rank, (host, *_) in enumerate(map(json.loads, texts)):
-        by_kernel.setdefault(_kernel(host), []).append(rank)
+        by_kernel.setdefault(host.partition(" ")[0], []).append(rank)
     return by_kernel
 
 
@@ -182,7 +166,7 @@ def _read_problem(offer: Sequence[str], own_domain: str) -> str:
     if problem or domain != own_domain:
         return problem or f"it has FLASHLIGHT_MEMORY_DOMAIN={domain!r}"
     try:
-        with open_memory(path) as fd:
+        with memory_file.open_memory(path) as fd:
             is_same = os.pread(fd, len(nonce), 0) == nonce.encode()
     except OSError as error:
         return str(error)
@@ -212,12 +196,9 @@ class Card(NamedTuple):
 
 
 def address_between_hosts(
-    store: Store,
-    hosts: Sequence[str],
-    addresses: Sequence[Sequence[str]],
-    shared: Collection[str],
+    store: Store, hosts: Sequence[str], addresses: Sequence[Sequence[str]], shared: Collection[str],
     interface: str,
-) -> str:
+) -> str:  # fmt: skip
     """Return this rank's address for connections with other hosts. Collective, blocking.
 
     ``hosts`` has the ``host_identity`` of each rank, and ``addresses`` its ``own_addresses``.
@@ -230,11 +211,11 @@ def address_between_hosts(
     card = Card(
         host=own_host,
         name=system.gethostname(),
-        has=", ".join(map(" ".join, interfaces())),
+        has=", ".join(map(" ".join, interfaces.interfaces())),
         addresses=addresses[store.rank],
         interface=interface,
-        interface_addresses=addresses_of(interface) if interface else (),
-        sources=[source for source in map(source_address, targets) if source],
+        interface_addresses=interfaces.addresses_of(interface) if interface else (),
+        sources=[source for source in map(interfaces.source_address, targets) if source],
         ends={str(rank): ends for rank, ends in store.ends.items()},
     )
     texts = store.exchange(json.dumps(card).encode())
@@ -260,9 +241,9 @@ def address_inside(interface: str) -> str:
     Without an ``interface`` (name or address) this is the loopback, which other machines cannot
     reach. Raises BackendUnavailableError if the host has no such interface or address.
     """
-    addresses = addresses_of(interface) if interface else ["127.0.0.1"]
+    addresses = interfaces.addresses_of(interface) if interface else ["127.0.0.1"]
     if not addresses:
-        has = ", ".join(map(" ".join, interfaces())) or "only the loopback"
+        has = ", ".join(map(" ".join, interfaces.interfaces())) or "only the loopback"
         raise errors.BackendUnavailableError(
             f"{interface!r} is neither an interface nor an address of this host, which has {has}. "
             "Set params={'INTERFACE': ...} to one of these"
@@ -292,23 +273,20 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
                 chosen = [_of_family(addresses, family)[0] for addresses in usable]
                 _check_wanted(cards, chosen)
                 return chosen
-    lacking = {
-        name: next(
-            rank for rank, addresses in enumerate(usable) if not _of_family(addresses, family)
-        )
-        for family, name in _FAMILIES.items()
-    }
-    raise ValueError(
-        "the hosts need a common version of IP: "
-        + ", ".join(
-            f"{cards[rank].name} (rank {rank}) has {', '.join(usable[rank])} and no {name}"
-            for name, rank in lacking.items()
-        )
-    )
+    lacking = []
+    for family, name in _FAMILIES.items():
+        rank = next(r for r, addresses in enumerate(usable) if not _of_family(addresses, family))
+        has = ", ".join(usable[rank])
+        lacking.append(f"{cards[rank].name} (rank {rank}) has {has} and no {name}")
+    raise ValueError(f"the hosts need a common version of IP: {', '.join(lacking)}")
 
 
 def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str]:
-    good = [source for source in card.sources if source not in bad and not is_loopback(source)]
+    good = [
+        source
+        for source in card.sources
+        if source not in bad and not interfaces.is_loopback(source)
+    ]
     for family in _FAMILIES:  # a host's only address of a family is a candidate
         only = [address for address in _of_family(card.addresses, family) if address not in bad]
         good += only if len(only) == 1 else []
@@ -343,7 +321,7 @@ def shared_addresses(hosts: Iterable[tuple[str, Sequence[str]]]) -> set[str]:
 
 
 def _of_family(addresses: Iterable[str], family: AddressFamily) -> list[str]:
-    return [address for address in addresses if family_of(address) == family]
+    return [address for address in addresses if interfaces.family_of(address) == family]
 
 
 # Why there is no address --------------------------------------------------------------------------
@@ -376,9 +354,8 @@ def _address_problem(
             f"and no other host can connect to {address}"
         )
     elif address := min((address for address in card.addresses if address in shared), default=""):
-        others = {
-            other.name for other in cards if address in other.addresses and other.host != card.host
-        }
+        strangers = (other for other in cards if other.host != card.host)
+        others = {other.name for other in strangers if address in other.addresses}
         why = (
             f"and {', '.join(sorted(others))} have the same address {address}, which is typical "
             f"behind a NAT, and {card.name} has no other address"

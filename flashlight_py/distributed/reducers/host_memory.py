@@ -16,9 +16,8 @@ from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.backends.exchange import BackendStore
-from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.combining import combined
+from flashlight_py.distributed.calls.combining import combine_natively, combined
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.memory.memory_file import map_together, open_memory
 from flashlight_py.distributed.memory.memory_room import require_memory, reserve
@@ -57,11 +56,7 @@ def add_up(arrays: Sequence[Array], scale: float, out: Array) -> Array:
     if module is None:
         out[...] = combined(arrays, ReduceOp.SUM, scale)
         return out
-    address = module.ffi.from_buffer
-    sources = module.ffi.new("const void *[]", [address(array) for array in arrays])
-    code = dtype_code("add_up", out.dtype)
-    target = address("char[]", out, require_writable=True)
-    module.lib.fl_reduce(code, ReduceOp.SUM, scale, target, sources, len(arrays), out.size)
+    combine_natively(module, arrays, ReduceOp.SUM, scale, out)
     return out
 
 

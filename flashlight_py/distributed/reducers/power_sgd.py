@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from flashlight_py.checks import check_integer
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
-from flashlight_py.distributed.calls.checks import check_integer
 from flashlight_py.distributed.reducers.hook import Bucket, Compression, views
 from flashlight_py.distributed.work import Then, Work
 

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flashlight_py.device import Array, array_module, device_of, is_cupy
+from flashlight_py.device import Array, array_module, as_packed, device_of, is_cupy
 from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.api.verb_call import reject_together
-from flashlight_py.distributed.calls.arrays import as_array, as_packed
+from flashlight_py.distributed.calls.arrays import as_array
 from flashlight_py.distributed.calls.checks import OverlapCheck
 from flashlight_py.distributed.calls.kinds import kind_of
 from flashlight_py.distributed.constants import DistributedConstants
@@ -168,13 +168,9 @@ class EagerReducer(_Pending):
     """
 
     def __init__(
-        self,
-        scale: float,
-        *,
-        hook: CommunicationHook | None = None,
-        parts: Sequence[Sequence[Array]] = (),
-        group: ProcessGroup | None = None,
-    ) -> None:
+        self, scale: float, *, hook: CommunicationHook | None = None,
+        parts: Sequence[Sequence[Array]] = (), group: ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(scale, hook, group)
         if hook is not None:
             check_hook(hook, parts)
@@ -218,15 +214,10 @@ class CoalescingReducer(_Pending):
     """
 
     def __init__(
-        self,
-        scale: float,
-        async_op: bool = True,
-        contiguous: bool = True,
-        *,
+        self, scale: float, async_op: bool = True, contiguous: bool = True, *,
         bucket_bytes: int = DistributedConstants.COALESCE_CACHE_SIZE,
-        hook: CommunicationHook | None = None,
-        group: ProcessGroup | None = None,
-    ) -> None:
+        hook: CommunicationHook | None = None, group: ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         self._filling = Filling(bucket_bytes)
         super().__init__(scale, hook, group)
         if hook is not None:

@@ -81,9 +81,8 @@ class Announcement(NamedTuple):
         if version != VERSION:
             raise ValueError(f"must have announcement version {VERSION}, got {version!r}")
         try:
-            addresses = [
-                (str(ipaddress.ip_address(host)), port) for host, port in record["addresses"]
-            ]
+            pairs = record["addresses"]
+            addresses = [(str(ipaddress.ip_address(host)), port) for host, port in pairs]
             bytes.fromhex(record["secret"])
             peer = Peer(*record["peer"])
         except (KeyError, TypeError, ValueError) as error:

@@ -20,31 +20,8 @@ from selectors import EVENT_READ, EVENT_WRITE
 from socket import AF_UNIX, SOCK_STREAM
 
 from flashlight_py import system
+from flashlight_py.distributed.rendezvous import store, wire
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce, proof
-from flashlight_py.distributed.rendezvous.store import (
-    ANY_RANK,
-    FIRST_SECONDS,
-    Store,
-    Waiting,
-    missing_text,
-    this_process,
-)
-from flashlight_py.distributed.rendezvous.wire import (
-    LEAF,
-    PROOF_BYTES,
-    Connection,
-    Greeting,
-    Handshake,
-    Kind,
-    NoServerError,
-    Offer,
-    Position,
-    SilentError,
-    WireError,
-    WrongServerError,
-    greet,
-    socket_user,
-)
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import family_of
 
@@ -66,7 +43,7 @@ TREE_FROM = "FLASHLIGHT_TREE_FROM"
 _log = logging.getLogger("flashlight_py")
 
 
-class MeetingPoint(Store):
+class MeetingPoint(store.Store):
     """A store whose ranks connect to rank 0. Subclasses define where and how rank 0 listens."""
 
     timeout: float  # Seconds for each exchange
@@ -104,10 +81,10 @@ class MeetingPoint(Store):
         """
 
     @abc.abstractmethod
-    def offers(self) -> Iterable[Offer]:
+    def offers(self) -> Iterable[wire.Offer]:
         """Return the possible addresses of rank 0, the likeliest first."""
 
-    def failed(self, offer: Offer) -> None:
+    def failed(self, offer: wire.Offer) -> None:
         """Record that no rank 0 answered at ``offer``."""
 
     def clear(self) -> None:
@@ -133,15 +110,15 @@ class Gate(abc.ABC):
         self._listeners: list[system.Socket] = []
         self._backlog = self._size + _SPARE_CANDIDATES
         self._is_open = True  # whether the selector watches the listeners
-        self._candidates: list[Connection] = []
+        self._candidates: list[wire.Connection] = []
         self._rejected_hosts: set[str] = set()  # hosts of processes with another secret
         self._round = 0
         self._verdict = ""  # why this run has failed, or ""
         self._notified: set[int] = set()  # ranks that were sent the verdict
-        self._up: Connection | None = None  # connection to the parent, if there is one
-        self._process = this_process()
-        self._position = Position(point.rank, 0, 0, str(self._process))
-        self._lost_parent = ANY_RANK  # rank of a parent that was lost; ANY_RANK: none
+        self._up: wire.Connection | None = None  # connection to the parent, if there is one
+        self._process = store.this_process()
+        self._position = wire.Position(point.rank, 0, 0, str(self._process))
+        self._lost_parent = store.ANY_RANK  # rank of a parent that was lost; ANY_RANK: none
         self._loss = ""  # why the parent was lost, or ""
         self._problem = ""  # why the assigned parent was not reached, or ""
         self._deadline = math.inf
@@ -152,11 +129,11 @@ class Gate(abc.ABC):
         """Notify parent and children of ``reason``; return the error. See ``TreeNode._failure``."""
 
     @abc.abstractmethod
-    def _admit(self, candidate: Connection, greeting: Greeting) -> None:
+    def _admit(self, candidate: wire.Connection, greeting: wire.Greeting) -> None:
         """Assign a position to a process that knows the secret, or reject it with a reason."""
 
     @abc.abstractmethod
-    def _handle_messages(self, connection: Connection) -> None:
+    def _handle_messages(self, connection: wire.Connection) -> None:
         """Handle messages of a rank. If ``connection`` has ended, handle its end as well."""
 
     def _listen(self, listener: system.Socket) -> None:
@@ -171,7 +148,7 @@ class Gate(abc.ABC):
             seconds = min(seconds, self._open_or_close())
         ready = self.selector.select(seconds)
         for key, mask in ready:
-            if not isinstance(key.data, Connection):
+            if not isinstance(key.data, wire.Connection):
                 self._accept(key.data)
             elif key.data.wire.fileno() >= 0:  # the connection may be closed
                 if mask & EVENT_WRITE and key.data.flush():
@@ -197,7 +174,7 @@ class Gate(abc.ABC):
     def _accept(self, listener: system.Socket) -> None:
         limit = _TREE_CANDIDATES if self._point.is_tree else self._backlog
         try:
-            connection = Connection(listener.accept()[0])
+            connection = wire.Connection(listener.accept()[0])
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._candidates:
                 self._drop(self._candidates[0])
@@ -207,14 +184,14 @@ class Gate(abc.ABC):
         if len(self._candidates) > limit:
             self._drop(self._candidates[0])
 
-    def _receive(self, connection: Connection) -> None:
+    def _receive(self, connection: wire.Connection) -> None:
         try:
             connection.receive(0.0)
             if connection.is_rejected:
                 connection.inbox.clear()
             elif connection.rank is None and connection.inbox:
                 self._greet(connection)
-        except WireError as error:
+        except wire.WireError as error:
             self._handle_invalid(connection, error)
             return
         if connection.rank is not None:
@@ -222,12 +199,12 @@ class Gate(abc.ABC):
         elif connection.has_ended:
             self._drop(connection)
 
-    def _handle_invalid(self, connection: Connection, error: WireError) -> None:
+    def _handle_invalid(self, connection: wire.Connection, error: wire.WireError) -> None:
         who = f"rendezvous at {self._point.name}: dropped a connection of"
         _log.info("%s %s: %s", who, connection.address[0], error)
         self._drop(connection)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: wire.Connection) -> None:
         if connection in self._candidates:
             self._candidates.remove(connection)
         if connection.wire in self.selector.get_map():
@@ -236,34 +213,37 @@ class Gate(abc.ABC):
 
     # Ranks that join ------------------------------------------------------------------------------
 
-    def _greet(self, candidate: Connection) -> None:
+    def _greet(self, candidate: wire.Connection) -> None:
         """Handle a message of ``candidate``. Raises WireError if it is no valid greeting."""
         kind, body = candidate.inbox.popleft()
-        if kind is Kind.HELLO and candidate.handshake is None and len(body) == NONCE_BYTES:
+        if kind is wire.Kind.HELLO and candidate.handshake is None and len(body) == NONCE_BYTES:
             own_nonce, key = nonce(), self._secret.key(candidate.address)
-            candidate.handshake = Handshake(key, body, own_nonce)
-            candidate.send(Kind.CHALLENGE, own_nonce, system.monotonic() + SHORT_SECONDS)
+            candidate.handshake = wire.Handshake(key, body, own_nonce)
+            candidate.send(wire.Kind.CHALLENGE, own_nonce, system.monotonic() + SHORT_SECONDS)
             return
-        if kind is not Kind.PROOF or candidate.handshake is None:
-            raise WireError("expected a greeting")
-        greeting = Greeting.parse(body[PROOF_BYTES:])
+        if kind is not wire.Kind.PROOF or candidate.handshake is None:
+            raise wire.WireError("expected a greeting")
+        greeting = wire.Greeting.parse(body[wire.PROOF_BYTES :])
         if greeting is None:
-            raise WireError("the greeting is invalid")
+            raise wire.WireError("the greeting is invalid")
         if candidate.handshake.check_client(body):
             welcome = candidate.handshake.server_proof()
-            candidate.send(Kind.WELCOME, welcome, system.monotonic() + SHORT_SECONDS)
+            candidate.send(wire.Kind.WELCOME, welcome, system.monotonic() + SHORT_SECONDS)
             self._admit(candidate, greeting)
         else:
             self._reject_secret(candidate, greeting)
 
-    def _reject_secret(self, candidate: Connection, greeting: Greeting) -> None:
+    def _reject_secret(self, candidate: wire.Connection, greeting: wire.Greeting) -> None:
         """Reject a process with another secret. Raise if ``is_common`` and this user started it."""
         if not self._point.is_common:  # the process may belong to an earlier run
-            self._reject(candidate, Kind.SECRET, "")
+            self._reject(candidate, wire.Kind.SECRET, "")
             return
         # Find the user before the rejection: afterwards the client closes its socket.
-        host, user = candidate.address[0], socket_user(candidate.address, candidate.local_address)
-        self._reject(candidate, Kind.SECRET, "")
+        host, user = (
+            candidate.address[0],
+            wire.socket_user(candidate.address, candidate.local_address),
+        )
+        self._reject(candidate, wire.Kind.SECRET, "")
         reason = (
             f"the secrets differ: a process on {host}, as rank {greeting.rank} ({greeting.peer}), "
             f"has another secret than rank 0, whose secret comes from {self._secret.source}"
@@ -275,17 +255,17 @@ class Gate(abc.ABC):
             point = self._point.name
             _log.warning("rendezvous at %s: %s. It was rejected", point, reason)
 
-    def _reject(self, candidate: Connection, kind: Kind, text: str) -> None:
+    def _reject(self, candidate: wire.Connection, kind: wire.Kind, text: str) -> None:
         """Send ``text`` as the final message to ``candidate``, which reads it and hangs up."""
         candidate.send(kind, text.encode(), system.monotonic() + SHORT_SECONDS)
         candidate.is_rejected = True
         candidate.shut()
 
-    def _disagreement(self, reason: str, rank: int, culprit: Connection) -> RendezvousError:
+    def _disagreement(self, reason: str, rank: int, culprit: wire.Connection) -> RendezvousError:
         """Reject ``culprit`` (``rank``) and notify all ranks; return the error to raise."""
         self._notified.add(rank)
         if not culprit.is_rejected:
-            self._reject(culprit, Kind.FAILURE, reason)
+            self._reject(culprit, wire.Kind.FAILURE, reason)
         return self._failure(reason, joining=True)
 
     # The position of this rank --------------------------------------------------------------------
@@ -297,11 +277,11 @@ class Gate(abc.ABC):
         """
         point, pause, problem = self._point, FIRST_PAUSE, ""
         is_first = self._round == 0  # in later rounds the address of rank 0 is known
-        waiting = Waiting(f"rendezvous at {point.name}")
+        waiting = store.Waiting(f"rendezvous at {point.name}")
         speaks_from = system.monotonic()
         has_speaker = point.is_tree and bool(point.local_rank)
         if has_speaker and not self._loss:
-            speaks_from += min(FIRST_SECONDS, point.timeout / 8)
+            speaks_from += min(store.FIRST_SECONDS, point.timeout / 8)
         try:
             while (now := system.monotonic()) < self._deadline:
                 goes_inside = has_speaker and not self._is_speaker
@@ -311,17 +291,17 @@ class Gate(abc.ABC):
                     try:
                         if self._reach(offer, max(speaks_from, now + 1.0) if is_inside else 0.0):
                             return
-                    except NoServerError as error:  # noqa: PERF203 - one for each
+                    except wire.NoServerError as error:  # noqa: PERF203 - one for each
                         if is_inside:
                             continue
                         problem = f": {offer.source}{error}"
-                        if isinstance(error, WrongServerError) and not point.can_move:
+                        if isinstance(error, wire.WrongServerError) and not point.can_move:
                             raise self._failure(str(error)) from error
                         if is_first:
                             point.failed(offer)
                         had_parent = self._loss or self._problem
                         if had_parent and is_first and not point.can_move:  # the run has failed
-                            if not isinstance(error, SilentError):
+                            if not isinstance(error, wire.SilentError):
                                 self._problem = "the run has failed, and other ranks report why"
                                 self._deadline = now
                             self._deadline = min(self._deadline, speaks_from + _LOST_SECONDS)
@@ -331,10 +311,10 @@ class Gate(abc.ABC):
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
         finally:
             point.clear()
-        missing = self._loss or self._problem or missing_text([0], self._size, point.timeout)
+        missing = self._loss or self._problem or store.missing_text([0], self._size, point.timeout)
         raise self._failure(f"{missing}{problem}; {point.remedy()}", joining=True)
 
-    def _reach(self, offer: Offer, inside: float = 0.0, patience: float = 0.0) -> bool:
+    def _reach(self, offer: wire.Offer, inside: float = 0.0, patience: float = 0.0) -> bool:
         """Greet rank 0 and connect to the assigned parent; return whether the parent answered.
 
         If ``inside`` is set, connect to the speaker of this host instead, until the time
@@ -349,7 +329,7 @@ class Gate(abc.ABC):
         until = min(self._deadline, inside or until)
         if is_asking and offer.secret is point.job_secret:  # listen before rank 0 answers
             self._become_speaker(offer.secret)
-        connection = greet(offer, partial(self._make_greeting, is_asking=is_asking), until)
+        connection = wire.greet(offer, partial(self._make_greeting, is_asking=is_asking), until)
         point.secret = offer.secret.common
         connection.trust(point.host_timeout)
         if is_asking:
@@ -357,27 +337,27 @@ class Gate(abc.ABC):
             self._become_speaker(offer.secret)
         try:
             message = connection.take(until)
-        except WireError as error:
+        except wire.WireError as error:
             self._handle_invalid(connection, error)
-            raise NoServerError(str(error)) from error
-        if message is None or message.kind is not Kind.POSITION:
+            raise wire.NoServerError(str(error)) from error
+        if message is None or message.kind is not wire.Kind.POSITION:
             connection.wire.close()
             if message is not None:
                 prefix = f"{self._loss}; " if self._loss else ""
                 reason = message.body.decode(errors="replace")
                 raise self._failure(f"{prefix}{reason}", joining=True)
-            raise NoServerError("the listener closed the connection, or sent no position")
-        position = Position(*json.loads(message.body))
+            raise wire.NoServerError("the listener closed the connection, or sent no position")
+        position = wire.Position(*json.loads(message.body))
         if not position.host:
-            self._up, self._position, self._lost_parent = connection, position, ANY_RANK
+            self._up, self._position, self._lost_parent = connection, position, store.ANY_RANK
             self._loss = self._problem = ""
             connection.rank = position.parent
             self.selector.register(connection.wire, EVENT_READ, connection)
             return True
         try:
-            parent_offer = Offer([(position.host, position.port)], offer.secret)
+            parent_offer = wire.Offer([(position.host, position.port)], offer.secret)
             return self._reach(parent_offer, patience=_PARENT_SECONDS + position.depth)
-        except NoServerError as error:
+        except wire.NoServerError as error:
             self._lost_parent, address = position.parent, f"{position.host}:{position.port}"
             who = f"rank {position.parent} of {self._size} ({position.peer})"
             self._problem = f"{who} does not answer at {address}, where rank 0 sees it: {error}"
@@ -385,12 +365,14 @@ class Gate(abc.ABC):
         finally:
             connection.wire.close()
 
-    def _make_greeting(self, connection: Connection, is_asking: bool) -> Greeting:
+    def _make_greeting(self, connection: wire.Connection, is_asking: bool) -> wire.Greeting:
         """Return this rank's greeting. If ``is_asking``, tell rank 0 where this rank listens."""
         listens_at = ""
         if self._point.is_tree:
-            listens_at = self._listen_at(connection.local_address) if is_asking else LEAF
-        return Greeting(self._point.rank, self._size, self._process, listens_at, self._lost_parent)
+            listens_at = self._listen_at(connection.local_address) if is_asking else wire.LEAF
+        return wire.Greeting(
+            self._point.rank, self._size, self._process, listens_at, self._lost_parent
+        )
 
     def _listen_at(self, local_address: tuple[str, int]) -> str:
         """Listen at the local address of the connection with rank 0; return address and port."""

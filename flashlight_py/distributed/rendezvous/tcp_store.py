@@ -40,15 +40,9 @@ class TcpStore(TreeStore):
     kind, run_option, is_common = "address", "MASTER_PORT", True
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        rank: int,
-        size: int,
-        timeout: float,
-        one_host: bool = False,
+        self, host: str, port: int, rank: int, size: int, timeout: float, one_host: bool = False,
         also: Sequence[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_member(rank, size, timeout)
         if not 0 < port < 65536:
             raise ValueError(f"the port must be in [1, 65535], got {port}")

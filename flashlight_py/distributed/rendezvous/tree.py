@@ -340,10 +340,8 @@ class TreeNode(Gate):
 
     def _assign_position(self, candidate: Connection, rank: int, greeting: Greeting) -> None:
         """Send a process its position. If its parent is this rank, the process becomes a child."""
-        point, position_here = self._point, self._position
-        position = Position(
-            rank, position_here.rank, position_here.depth + 1, str(self._processes[point.rank])
-        )
+        point, here = self._point, self._position
+        position = Position(rank, here.rank, here.depth + 1, str(self._processes[point.rank]))
         if self._is_root and point.is_tree and greeting.listens_at != LEAF:
             position = self._record.assign(rank, candidate, greeting)
         elif self._is_root:

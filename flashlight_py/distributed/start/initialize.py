@@ -125,6 +125,7 @@ def create_world(create: StoreFactory, settings: Settings) -> World:
         with new.undo:
             for step in STEPS:
                 step(new)
+            new.store.close()
             new.undo.pop_all()
     except BaseException as error:
         abort.uninstall_hooks()
@@ -292,11 +293,7 @@ def join_gpus_early(new: NewWorld) -> None:
         _log.info("MAX_DEVICE_PER_NODE is set, but the GPUs cannot be joined: %s", error)
 
 
-def close_store(new: NewWorld) -> None:
-    new.store.close()
-
-
-STEPS = (exchange_facts, choose_address, join_ranks, join_gpus_early, close_store)
+STEPS = (exchange_facts, choose_address, join_ranks, join_gpus_early)
 
 
 # Modules that patch the standard library, and their functions that detect patched modules.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.gloo import GlooBackend
+from flashlight_py.distributed.backends.gloo import GlooBackend, GlooPart
 from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
@@ -133,16 +133,12 @@ def _first_text(texts: Sequence[bytes]) -> str:
 
 
 def _gloo(
-    store: Store,
-    settings: Settings,
-    lazily: bool = False,
-    is_watched: bool = False,
+    store: Store, settings: Settings, lazily: bool = False, is_watched: bool = False,
     at_once: bool = False,
-) -> Backend:
+) -> Backend:  # fmt: skip
     """Create a ``GlooBackend`` for ``store``. A subgroup shares the connections of its parent."""
     if store.subgroup is not None:
-        part: Backend = store.subgroup.parent.part(store, settings.timeout)
-        return part
+        return GlooPart(store.subgroup.parent, store, settings.timeout)
     _native.load_extension("gloo")
     one_host = all(host == store.hosts[0] for host in store.hosts)
     address = topology.address_inside(settings.interface) if one_host else settings.address

@@ -78,7 +78,6 @@ class Operation(Work):
         self.next_check = self.deadline = math.inf
         self.room: Array | None = None  # the caller's ``out``; ``end`` checks its number of rows
         self._value: Any = None
-        self._end_time: float | None = None
         self._group = group
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
@@ -126,9 +125,6 @@ class Operation(Work):
             self._group.progress.step()
         return self.ended
 
-    def end_time(self) -> float | None:
-        return self._end_time
-
 
 # The MPI tag of a message is the number of the message in the comparison. Both ends know the
 # number, even in a receive from any rank.
@@ -142,24 +138,18 @@ class MpiBackend(Backend):
     kind = DistributedBackend.MPI
 
     def __init__(
-        self,
-        progress: Progress,
-        comm: Any,
-        control: Backend,
-        path: str,
-        seconds: float,
-        checked: bool,
-        gpu_aware: bool,
-    ) -> None:
-        self.progress, self.control = progress, control
+        self, progress: Progress, comm: Any, control: Backend, path: str, seconds: float,
+        checked: bool, gpu_aware: bool,
+    ) -> None:  # fmt: skip
+        self.progress, self.control, self.parts = progress, control, [control]
         self.network, self.memory = control.network, control.memory
         self.memory_ranks = control.memory_ranks
         self.leaving = Leaving(progress.mpi, comm)
-        self.seconds, self._compares_all = seconds, checked
+        self.timeout, self._compares_all = seconds, checked
         self.rank, self.size, self.hosts = control.rank, control.size, control.hosts
         self.processes, self.path, self._gpu_aware = control.processes, path, gpu_aware
         self.rank_text = f"rank {self.rank} of {self.size}"
-        self._callers = Callers(self.rank_text, [control])
+        self.callers = Callers(self.rank_text, self.parts)
         self._verb_steps = VerbSteps(progress.mpi, comm, progress.until, gpu_aware)
         self._queue: deque[Operation] = deque()
         self._messages: list[Operation] = []
@@ -168,20 +158,15 @@ class MpiBackend(Backend):
         self._unusable = ""  # why no operation can be started, or ""
         progress.add(self)
 
-    def limit(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.control.limit(seconds)
-
     def cupy_side(self) -> Backend:
-        """Return the backend of the same ranks for CuPy arrays."""
         return MpiGpuBackend(self, self._gpu_aware)
 
     def start(self, call: Call) -> Work:
         """Start ``call``; see ``Backend``. MPI chooses in which order a sum adds the ranks."""
-        thread = self._callers.check(call.name)
+        thread = self.callers.check(call.name)
         self.control.count = self.count
         try:
-            self._callers.threads.add(thread)
+            self.callers.threads.add(thread)
             if call.refusal:
                 if self._is_compared(call):
                     self.control.start(call)
@@ -193,14 +178,14 @@ class MpiBackend(Backend):
             work = self._begin(call)
             return Done(work.wait()) if call.blocking else work
         finally:
-            self._callers.threads.discard(thread)
+            self.callers.threads.discard(thread)
 
     def _begin(self, call: Call) -> Operation:
         """Begin ``call``. MPI runs it after all ranks have agreed on it."""
         with self.progress.lock:  # all ranks begin operations in the order of the comparisons
             if self._unusable:
                 raise GroupClosedError(f"[{call.name}] {self.rank_text}: {self._unusable}")
-            seconds = self.seconds if call.seconds is None else call.seconds
+            seconds = self.timeout if call.seconds is None else call.seconds
             operation = Operation(self, call.name, seconds)
             operation.steps = self._steps(operation, call)
             if call.is_ragged and call.verb.fills(self.rank, call.root):
@@ -330,20 +315,8 @@ class MpiBackend(Backend):
         self._queue.clear()
         self._messages.clear()
 
-    def abort(self, cause: str | DistributedError) -> None:
-        self.control.abort(cause)
-
-    def leave(self) -> None:
-        self.control.leave()
-
-    def lost(self, doing: str) -> DistributedError | None:
-        return self.control.lost(doing)
-
     def is_busy(self) -> bool:
-        return bool(self.pending()) or self.control.is_busy()
-
-    def is_calling(self) -> bool:
-        return self._callers.contains_this_thread()
+        return bool(self.pending()) or super().is_busy()
 
     def pending(self) -> int:
         return len(self._queue) + len(self._messages)

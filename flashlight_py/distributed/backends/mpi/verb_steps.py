@@ -268,13 +268,9 @@ class VerbSteps:
             yield from self._until([partial(self._comm.Iscatter, source, part, root)])
 
     def all_to_all(
-        self,
-        source: Array,
-        target: Array,
-        sizes_out: Sequence[int] | None = None,
-        sizes_in: Sequence[int] | None = None,
-        limit: int = 0,
-    ) -> Steps:
+        self, source: Array, target: Array, sizes_out: Sequence[int] | None = None,
+        sizes_in: Sequence[int] | None = None, limit: int = 0,
+    ) -> Steps:  # fmt: skip
         """Send ``sizes_out[r]`` bytes of ``source`` to rank r, and receive ``sizes_in[r]`` bytes.
 
         By default all parts have the same size. For parts of different sizes, pass a ``limit`` that

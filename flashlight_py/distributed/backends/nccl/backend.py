@@ -12,7 +12,7 @@ from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.nccl import launching
+from flashlight_py.distributed.backends.nccl import launching, streams
 from flashlight_py.distributed.backends.nccl.communicator import (
     FINALIZE_SECONDS,
     LOOK_SECONDS,
@@ -23,12 +23,6 @@ from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begin
 from flashlight_py.distributed.backends.nccl.launching import Launcher, Step
 from flashlight_py.distributed.backends.nccl.library import version_text
 from flashlight_py.distributed.backends.nccl.reduction import BYTES, OPS, form_of
-from flashlight_py.distributed.backends.nccl.streams import (
-    MAX_PENDING,
-    DeviceFlight,
-    Flights,
-    NcclWatchdog,
-)
 from flashlight_py.distributed.calls.arrays import check_out_rows, row_bytes, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import RESULTS, split_rows
@@ -62,13 +56,13 @@ class NcclBackend(Backend):
             self._make_event = functools.partial(cupy.cuda.Event, disable_timing=True)
             # All calls share this event: a wait uses the event's latest record before the wait.
             self._ready = self._make_event()
-            self._flights = Flights(self._make_event() for _ in range(MAX_PENDING))
+            self._flights = streams.Flights(self._make_event() for _ in range(streams.MAX_PENDING))
         self._launcher = Launcher(nccl, int(self._stream.ptr), int(self._ready.ptr))
         # Existing connections for messages: (launching.SEND or launching.RECV, peer rank).
         self._connected: set[tuple[int, int]] = set()
         self._bytes = self._empty((2,), cupy.uint8)
         self._comparisons = Comparisons(cpu, communicator)
-        self._watchdog = NcclWatchdog(cupy.cuda, device, self._flights, self._comparisons)
+        self._watchdog = streams.NcclWatchdog(cupy.cuda, device, self._flights, self._comparisons)
         communicator.find_missing = self._comparisons.find_missing
         communicator.on_wait = functools.partial(self._watchdog.check, needs_all=True)
 
@@ -290,16 +284,10 @@ class NcclBackend(Backend):
         return self._flights.oldest() is None or self.communicator.broken is not None
 
     def _launch(
-        self,
-        call: Call,
-        steps: Sequence[Step],
-        arrays: Sequence[Array],
-        result: Any,
-        name: str = "",
-        together: bool = False,
-        prepare: Callable[[], Sequence[Step]] | None = None,
+        self, call: Call, steps: Sequence[Step], arrays: Sequence[Array], result: Any,
+        name: str = "", together: bool = False, prepare: Callable[[], Sequence[Step]] | None = None,
         finish: Callable[[], None] | None = None,
-    ) -> Work:
+    ) -> Work:  # fmt: skip
         """Launch ``steps`` on the device as one operation, unless all ``arrays`` are empty.
 
         ``arrays`` are all arrays that the device reads or writes. If some rank may have several
@@ -334,7 +322,7 @@ class NcclBackend(Backend):
                 event.record(self._stream)
                 if call.blocking:
                     self.current_stream().wait_event(event)
-            flight = DeviceFlight(verb, event, kept, self._comparisons.latest)
+            flight = streams.DeviceFlight(verb, event, kept, self._comparisons.latest)
             done = Done(result)
             if recorder is not None:
                 recorder.keep(event, kept, packed)
@@ -367,7 +355,7 @@ class NcclBackend(Backend):
                 return int(communicator.lib.ncclSuccess)
 
             communicator.call(name, begin)
-            self._flights.add(DeviceFlight(name, event, ()))
+            self._flights.add(streams.DeviceFlight(name, event, ()))
 
     def _connect(self, verb: str, steps: Iterable[Step]) -> None:
         """Exchange one byte with each peer in ``steps`` that has no connection yet."""
@@ -404,13 +392,9 @@ class NcclBackend(Backend):
         return self._cupy.cuda.Device(self.device)  # a new object: threads must not share one
 
     def _reduce_pairs(
-        self,
-        call: Call,
-        kind: int,
-        pairs: Sequence[tuple[Array, Array]],
-        result: Any,
+        self, call: Call, kind: int, pairs: Sequence[tuple[Array, Array]], result: Any,
         root: int = 0,
-    ) -> Work:
+    ) -> Work:  # fmt: skip
         """Reduce each pair (source, target); several pairs are one operation."""
         pairs = [pair for pair in pairs if pair[0].size]
         forms = [form_of(source.dtype, call.op) for source, _ in pairs]
@@ -473,9 +457,9 @@ def _lengths(array: Array, rows: Sequence[int]) -> dict[int, int]:
 class StreamWork(Work):
     """A collective on the device. ``wait`` blocks the caller's current stream, not the host."""
 
-    def __init__(self, backend: NcclBackend, flight: DeviceFlight, result: Any) -> None:
+    def __init__(self, backend: NcclBackend, flight: streams.DeviceFlight, result: Any) -> None:
         self._backend, self._result = backend, result
-        self.flight: DeviceFlight = flight
+        self.flight: streams.DeviceFlight = flight
 
     def wait(self, timeout: float | None = None) -> Any:
         """Block the current stream; return the result. With ``timeout``, block the host first."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -48,18 +48,6 @@ _STARTED_TEXT = (
 )
 
 
-@runtime_checkable
-class ComparesAhead(Protocol):
-    """A backend that can compare ahead: it returns before other ranks join (``Call.is_ahead``)."""
-
-    def look_back(self, name: str, seconds: float) -> bool:
-        """Return whether all ranks have joined the calls that this rank made ahead. Does not block.
-
-        ``name`` is the name of the last call, for errors. Raises MismatchError if the ranks made
-        different calls, and CollectiveTimeoutError if a rank is late by more than ``seconds``.
-        """
-
-
 class Comparisons:
     """Comparisons of calls over ``cpu``. The first failure ends ``communicator``.
 
@@ -68,7 +56,7 @@ class Comparisons:
 
     def __init__(self, cpu: Backend, communicator: Communicator) -> None:
         self._cpu, self.communicator = cpu, communicator
-        self._looks_back = cpu.look_back if isinstance(cpu, ComparesAhead) else None
+        self._looks_back = cpu.look_back
         self._posted: deque[Work] = deque()
         # The watchdog needs a lock of its own for ``_posted``: it must be able to end a launch, and
         # a launch holds the communicator's lock.
@@ -112,7 +100,7 @@ class Comparisons:
         if self.compared_ahead[0] >= ahead or self._looks_back is None:
             return True
         try:
-            is_over = self._looks_back(self._name, self.communicator.timeout)
+            is_over: bool = self._looks_back(self._name, self.communicator.timeout)
         except DistributedError as error:
             self._judge(error)
             return True

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from flashlight_py import errors
 from flashlight_py.device import cuda
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import exchange_bytes
@@ -19,11 +20,6 @@ from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load_nccl, version_text
 from flashlight_py.distributed.memory.topology import DeviceRule, gpu_identity
-from flashlight_py.errors import (
-    BackendUnavailableError,
-    DistributedError,
-    UnavailableEverywhereError,
-)
 
 
 class NcclCard(NamedTuple):
@@ -62,7 +58,7 @@ def _tools(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] 
     """Return (tools, card). Tools are NCCL, CuPy and the device index; None after an error."""
     try:
         if os.environ.get("NCCL_COMM_BLOCKING", "") == "1":
-            raise BackendUnavailableError(
+            raise errors.BackendUnavailableError(
                 "NCCL_COMM_BLOCKING must be unset, got 1: NCCL would ignore timeouts, and wait "
                 "forever for a rank that does not join. Unset NCCL_COMM_BLOCKING"
             )
@@ -70,7 +66,7 @@ def _tools(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] 
         cupy, count = cuda()
         index = rule.index(count)
         identity = nccl.unique_id().hex() if first else ""
-    except DistributedError as error:
+    except errors.DistributedError as error:
         return None, NcclCard(problem=str(error))
     gpu = gpu_identity(cupy, index)
     return (nccl, cupy, index), NcclCard("", nccl.version, gpu, identity, nccl.slow_reason)
@@ -85,7 +81,7 @@ def exchange_cards(cpu: Backend, card: NcclCard, seconds: float | None = None) -
     texts = exchange_bytes(cpu, json.dumps(card).encode(), seconds=seconds)
     cards = [NcclCard(*json.loads(text)) for text in texts]
     if problem := _first_problem(cards):
-        raise UnavailableEverywhereError(f"rank {cpu.rank} of {cpu.size}: {problem}")
+        raise errors.UnavailableEverywhereError(f"rank {cpu.rank} of {cpu.size}: {problem}")
     slow = next((f"rank {n}: {c.slow_reason}" for n, c in enumerate(cards) if c.slow_reason), "")
     return bytes.fromhex(cards[0].unique_id), slow
 
@@ -116,18 +112,18 @@ def _communicator(
     """Create the communicator on every rank, or raise on every rank. Collective, blocking."""
     try:
         communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining)
-    except DistributedError as error:
+    except errors.DistributedError as error:
         exchange_bytes(cpu, str(error).encode(), seconds=joining)
         raise
     try:
         answers = exchange_bytes(cpu, b"", seconds=joining)
         failed = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(answers) if text]
         if failed:
-            raise DistributedError(
+            raise errors.DistributedError(
                 f"rank {cpu.rank} of {cpu.size}: NCCL connected this rank, but not all ranks: "
                 f"{failed[0]}"
             )
-    except DistributedError:
+    except errors.DistributedError:
         communicator.close()
         raise
     return communicator

@@ -9,13 +9,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
-from flashlight_py import _native, libraries
-from flashlight_py.errors import (
-    BackendUnavailableError,
-    CollectiveTimeoutError,
-    DistributedError,
-    PeerLostError,
-)
+from flashlight_py import _native, errors, libraries
 
 VARIABLE = "FLASHLIGHT_NCCL_LIBRARY"
 WHEELS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -64,13 +58,13 @@ class NcclLibrary:
             raise self.failure("making a unique id", status)
         return bytes(self.ffi.buffer(buffer))
 
-    def failure(self, doing: str, status: int) -> DistributedError:
+    def failure(self, doing: str, status: int) -> errors.DistributedError:
         """Return the error for ``status``; ``doing`` names the operation and the rank."""
         lib = self.lib
-        kind: type[DistributedError] = {
-            lib.ncclRemoteError: PeerLostError,
-            lib.ncclTimeout: CollectiveTimeoutError,
-        }.get(status, DistributedError)
+        kind: type[errors.DistributedError] = {
+            lib.ncclRemoteError: errors.PeerLostError,
+            lib.ncclTimeout: errors.CollectiveTimeoutError,
+        }.get(status, errors.DistributedError)
         texts = lib.ncclGetErrorString(status), lib.ncclGetLastError(self.ffi.NULL)
         message, last = (self.ffi.string(text).decode(errors="replace").strip() for text in texts)
         return kind(
@@ -118,7 +112,7 @@ def driver_address(name: str) -> int:
     try:
         return int(ffi.cast("uintptr_t", getattr(ffi.dlopen(DRIVER), name)))
     except OSError as error:
-        raise BackendUnavailableError(
+        raise errors.BackendUnavailableError(
             f"CUDA's driver {DRIVER} cannot be opened: {error}. Install NVIDIA's driver"
         ) from error
 
@@ -171,7 +165,7 @@ def open_first(
             if status != lib.ncclSuccess:
                 problem = f"{path}: ncclGetVersion returned status {status}"
         problems.append(f"{source}: {problem}")
-    raise BackendUnavailableError(
+    raise errors.BackendUnavailableError(
         f"CuPy arrays need NCCL, which was not found ({'; '.join(problems)}). {_REMEDY}"
     )
 
