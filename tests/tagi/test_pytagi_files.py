@@ -119,6 +119,14 @@ def test_save_is_exact_and_save_csv_has_six_digits(tmp_path: Path) -> None:
     assert len(Path(f"{file}_3_mb.csv").read_text().splitlines()) == 10
 
 
+def test_load_reads_a_file_with_layer_norms(tmp_path: Path) -> None:
+    layers = "Linear(4, 4), LayerNorm((4,)), Linear(4, 2), LayerNorm((2,))"
+    net, other = network(layers), network(layers, 2)
+    net.save(tmp_path / "net")
+    other.load(tmp_path / "net")
+    equal(other.state_dict(), net.state_dict())
+
+
 def head(info: str) -> bytes:
     return struct.pack("<Q", len(info)) + info.encode()
 
