@@ -10,15 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flashlight_py.distributed import Work
-from flashlight_py.distributed.internal import (
-    Call,
-    Done,
-    Matched,
-    Membership,
-    members_of,
-    world_fast,
-)
+from flashlight_py.distributed import Work, internal
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.structure import require_all, thread_state
 from flashlight_py.tape.arrays import KINDS, Array, Number, map_items, unwrap
@@ -87,7 +79,7 @@ class StepRecording(Recording):
         RuleOptimizer.step.__wrapped__: step,  # type: ignore[attr-defined]
     }
 
-    def verb(self, group: Membership, calls: Sequence[Call], name: str) -> Work:
+    def verb(self, group: internal.Membership, calls: Sequence[internal.Call], name: str) -> Work:
         """Run ``calls`` of operation ``name``, and return a stand-in of their ``Work``.
 
         Every replay repeats the calls.
@@ -104,15 +96,15 @@ class StepRecording(Recording):
         if not first.blocking:
             return Later(self, work, again, noted, changed)
         result = work.wait()
-        if isinstance(result, Matched):
+        if isinstance(result, internal.Matched):
             self.leave("it receives a message of unspecified length or rank,")
         same = [one for one, array in zip(stand_ins, arrays, strict=True) if array is result]
         if isinstance(result, np.ndarray) and not same:
-            return Done(self.effect(again, noted, result, changed))
+            return internal.Done(self.effect(again, noted, result, changed))
         if not (same or result is None or len(calls) > 1):
             self.leave(f"{name} returns a {type(result).__name__}, which may vary,")
         self.effect(again, noted, changed=changed)
-        return Done(same[0] if same else result)
+        return internal.Done(same[0] if same else result)
 
 
 class RepeatedCalls:
@@ -121,10 +113,12 @@ class RepeatedCalls:
     In place of the recorded world (the group of all ranks), a replay uses the current world.
     """
 
-    def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
-        is_world = group is members_of(None)
+    def __init__(
+        self, group: internal.Membership, calls: Sequence[internal.Call], name: str
+    ) -> None:
+        is_world = group is internal.members_of(None)
         self._group, self.__name__ = None if is_world else group, name
-        self._fast = world_fast if is_world else group.fast
+        self._fast = internal.world_fast if is_world else group.fast
         self._calls = [replace(call, array=None, out=None) for call in calls]
         call = calls[0]  # op is interned, because native code compares it by identity
         op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
@@ -143,7 +137,7 @@ class RepeatedCalls:
         """Start the calls. ``arrays`` has ``array`` and ``out`` of each call in turn."""
         triples = zip(self._calls, arrays[::2], arrays[1::2], strict=True)
         calls = [replace(call, array=array, out=out) for call, array, out in triples]
-        several, group = len(calls) > 1, members_of(self._group)
+        several, group = len(calls) > 1, internal.members_of(self._group)
         return group.run_many(calls, self.__name__) if several else group.run(calls[0])
 
 

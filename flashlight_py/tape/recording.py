@@ -29,17 +29,8 @@ from flashlight_py import _native, random
 from flashlight_py.autograd import Variable
 from flashlight_py.distributed.internal import leave_to_python
 from flashlight_py.structure import thread_state
-from flashlight_py.tape.arrays import (
-    KINDS,
-    Array,
-    Number,
-    Recorded,
-    RecordedScalar,
-    items_in,
-    keep,
-    map_items,
-    unwrap,
-)
+from flashlight_py.tape import arrays
+from flashlight_py.tape.arrays import Array
 
 _tape = _native.load_extension("tape")
 _FOLDER, _PACKAGE = map(str, Path(__file__).parents[:2])
@@ -149,8 +140,10 @@ class Recording(Watcher):
 
     def end(self) -> None:
         self._draws.recording = None
-        for stand_in in [stand_in for ref in self.stand_ins if type(stand_in := ref()) in KINDS]:
-            keep(stand_in, None)  # the next recording numbers memory anew
+        for stand_in in [
+            stand_in for ref in self.stand_ins if type(stand_in := ref()) in arrays.KINDS
+        ]:
+            arrays.keep(stand_in, None)  # the next recording numbers memory anew
 
     def leave_reading(self, reader: str) -> None:
         self.leave(
@@ -180,7 +173,7 @@ class Recording(Watcher):
             options = options if len(outs) != 1 else {**options, "out": outs[0]}
             both = self._both(options.values())
             plain_options, noted_options = [dict(zip(options, x, strict=True)) for x in both]
-            if RecordedScalar in map(type, outs):
+            if arrays.RecordedScalar in map(type, outs):
                 raise TypeError("out must be an array, got a NumPy number")
         if not _ARE_NO_NUMBERS.issuperset(map(type, args)):
             function = _of_numbers(function, args)
@@ -206,14 +199,14 @@ class Recording(Watcher):
         owns, noted = [], []
         for value in values:
             kind = type(value)
-            if kind in KINDS:
+            if kind in arrays.KINDS:
                 plain, seen = value.plain, value.noted
                 if seen is None and (seen := self._noted(plain)) is plain:
-                    keep(value, plain)  # memory of the state does not move
+                    arrays.keep(value, plain)  # memory of the state does not move
             elif kind in _SIMPLE:
                 plain = seen = value
             else:
-                plain = unwrap(value)
+                plain = arrays.unwrap(value)
                 seen = self.noted(plain)
             owns.append(plain)
             noted.append(seen)
@@ -223,7 +216,7 @@ class Recording(Watcher):
         """Return the array that represents ``value``, which the call modifies, in notes."""
         noted = getattr(value, "noted", None)
         if noted is None:
-            noted = self._noted(unwrap(value))
+            noted = self._noted(arrays.unwrap(value))
             if any(noted is constant for _, constant in self._constants.values()):
                 self.leave(
                     "it writes to an array that NumPy created without inputs; create it by "
@@ -261,20 +254,20 @@ class Recording(Watcher):
     def _frozen(self, value: Any) -> Any:
         """Return ``value`` without stand-ins, as an argument that all replays pass."""
         is_new = isinstance(value, Variable) and value not in self.variables
-        if is_new and type(value.data) in KINDS:
-            return Variable(unwrap(value.data))
-        return value.array if type(value) is Number else unwrap(value)
+        if is_new and type(value.data) in arrays.KINDS:
+            return Variable(arrays.unwrap(value.data))
+        return value.array if type(value) is arrays.Number else arrays.unwrap(value)
 
     def noted(self, value: Any) -> Any:
         """Return ``value`` for a note, with stand-ins for arrays that the step created."""
-        return map_items(value, self._noted)
+        return arrays.map_items(value, self._noted)
 
     def _noted(self, value: Any) -> Any:
         if type(value) is not np.ndarray:
             if isinstance(value, Variable) and type(value.data) is np.ndarray:
                 stand_in = self._noted(value.data)
                 return value if stand_in is value.data else Variable(stand_in)
-            if isinstance(value, np.ndarray) and type(value) not in KINDS:
+            if isinstance(value, np.ndarray) and type(value) not in arrays.KINDS:
                 self.leave(f"an array of class {type(value).__name__} is used")
             return value
         self._check(value)
@@ -299,7 +292,7 @@ class Recording(Watcher):
 
         for note in self.notes:
             for name in ("args", "options", "changed"):
-                setattr(note, name, map_items(getattr(note, name), moved))
+                setattr(note, name, arrays.map_items(getattr(note, name), moved))
 
     def _constant(self, array: Array, number: int, stand_in: Array) -> Array:
         """Return a copy of ``array``, which a call without arrays such as ``np.ones(3)`` made."""
@@ -336,7 +329,7 @@ class Recording(Watcher):
             self.made.append(base[1])
             made.append(memory[1])
         noted = array if memory is None else memory[1]
-        return RecordedScalar(array, noted) if is_scalar else Recorded(array, noted)
+        return arrays.RecordedScalar(array, noted) if is_scalar else arrays.Recorded(array, noted)
 
     def _check(self, array: Array) -> None:
         if not are_numbers(array):
@@ -364,10 +357,10 @@ class Draws:
 
     def _draw(self, name: str, *args: Any, **options: Any) -> Any:
         recording = self.recording
-        result = getattr(self.generator, name)(*unwrap(args), **unwrap(options))
+        result = getattr(self.generator, name)(*arrays.unwrap(args), **arrays.unwrap(options))
         if recording is None or thread_state.recorder is not recording:  # another thread calls
             return result
-        if any(type(argument) in KINDS for argument in (*args, *options.values())):
+        if any(type(argument) in arrays.KINDS for argument in (*args, *options.values())):
             recording.leave("random numbers are drawn with an array of the step")
         again = lambda: getattr(random.generator(), name)(*args, **options)  # noqa: E731
         return recording.effect(again, result=result)
@@ -478,7 +471,7 @@ def _has_other_outs(function: Any, args: Any, options: dict[str, Any], result: A
     if function in _MAY_OVERWRITE:
         return bool in map(type, args) or not {"copy", "overwrite_input"}.isdisjoint(options)
     is_number = isinstance(result, np.generic)  # an array without dimensions may become a number
-    others = [x.plain for x in args[2:] if type(x) is Recorded] if len(args) > 2 else ()
+    others = [x.plain for x in args[2:] if type(x) is arrays.Recorded] if len(args) > 2 else ()
     return result is None or any(x is result or (is_number and not x.ndim) for x in others)
 
 
@@ -505,18 +498,18 @@ def _call_with_numbers(function: Any, numbers: list[int], *args: Any, **options:
     def number(value: Any) -> Any:
         return value[()] if type(value) is np.ndarray else value
 
-    arguments = [map_items(x, number) if n in numbers else x for n, x in enumerate(args)]
+    arguments = [arrays.map_items(x, number) if n in numbers else x for n, x in enumerate(args)]
     return function(*arguments, **options)
 
 
 _SIMPLE: set[type] = {int, float, bool, str, type(None), *np.sctypeDict.values()}
-_ARE_NO_NUMBERS = {Recorded, *_SIMPLE}
+_ARE_NO_NUMBERS = {arrays.Recorded, *_SIMPLE}
 _MIND_NUMBERS = {operator.pow, operator.setitem, np.ndarray.fill}
 
 
 def _has_numbers(value: Any) -> bool:
     is_list = type(value) in (list, tuple)
-    return type(value) is RecordedScalar or (is_list and any(map(_has_numbers, value)))
+    return type(value) is arrays.RecordedScalar or (is_list and any(map(_has_numbers, value)))
 
 
 # address_of(array): the address of the first element. bounds(array): the address range (low, high).
@@ -546,7 +539,7 @@ def overlaps(spans: Sequence[tuple[int, int]], array: Any, range_of: Any = bound
 
 def arrays_in(value: Any) -> Iterable[Array]:
     """Yield the arrays in ``value``, an argument of a note."""
-    for item in items_in(value):
+    for item in arrays.items_in(value):
         if type(item) is np.ndarray:
             yield item
         elif isinstance(item, Variable):
