@@ -172,15 +172,14 @@ PyObject* run(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* has_loop(PyObject*, PyObject* name) {
+  const char* text = PyUnicode_AsUTF8AndSize(name, nullptr);
+  return text == nullptr ? nullptr : PyBool_FromLong(own_loop(text) != nullptr);
+}
+
 PyObject* address(PyObject*, PyObject* array) {
   if (PyArray_Check(array)) return PyLong_FromVoidPtr(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array)));
   return PyErr_Format(PyExc_TypeError, "address: expected an array, got %R", array);
-}
-
-PyObject* bounds(PyObject*, PyObject* object) {
-  if (!PyArray_Check(object)) return PyErr_Format(PyExc_TypeError, "bounds: expected an array, got %R", object);
-  const auto [low, high] = span_of(reinterpret_cast<PyArrayObject*>(object));
-  return Py_BuildValue("nn", reinterpret_cast<Py_ssize_t>(low), reinterpret_cast<Py_ssize_t>(high));
 }
 
 /* at(owner, address, like): return an array like `like` in the memory of `owner`, which it keeps alive. */
@@ -229,12 +228,12 @@ PyType_Spec step_spec = {"flashlight_py._native._tape.Step", sizeof(Step), 0,
 PyMethodDef methods[] = {
     {"address", caught<address>, METH_O, "address(array): return the address of its first element."},
     {"at", caught<at>, METH_VARARGS, "at(owner, address, like): return an array like `like` in owner's memory."},
-    {"bounds", caught<bounds>, METH_O, "bounds(array): return the start and end address of its elements."},
     {"new_memory", caught<new_memory>, METH_NOARGS, nullptr},
     {"use_memory", caught<use_memory>, METH_O, nullptr},
     {"find_memory", caught<find_memory>, METH_VARARGS, nullptr},
     {"same", caught<same>, METH_VARARGS, nullptr},
     {"run", caught<run>, METH_VARARGS, nullptr},
+    {"has_loop", caught<has_loop>, METH_O, "has_loop(name): return whether kernels.cc has this loop."},
     {"use_variables", caught<use_variables>, METH_VARARGS, nullptr},
     {"use_blas", caught<use_blas>, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};

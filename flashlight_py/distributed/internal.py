@@ -21,7 +21,7 @@ from flashlight_py.distributed.calls.arrays import (
 )
 from flashlight_py.distributed.calls.call import COMPOSED, PASS_FAILED, Call, Matched
 from flashlight_py.distributed.calls.call_site import caller, hide_folder
-from flashlight_py.distributed.calls.checks import check_rank
+from flashlight_py.distributed.calls.checks import bounds, check_rank
 from flashlight_py.distributed.calls.journal import Record, leave_to_python
 from flashlight_py.distributed.calls.kinds import is_instance
 from flashlight_py.distributed.constants import LinearOp, ReduceOp
@@ -42,7 +42,6 @@ from flashlight_py.distributed.reducers.host_memory import (
     wait_for_ranks,
 )
 from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_buckets, reduce_all
-from flashlight_py.distributed.rendezvous.environment import detect
 from flashlight_py.distributed.rendezvous.secret import REMEDY as SECRET_REMEDY
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.store import (

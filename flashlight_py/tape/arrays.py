@@ -25,11 +25,17 @@ from flashlight_py.structure import thread_state
 Array = np.ndarray[Any, Any]
 
 
+class CannotCapture(Exception):
+    """An error with the reason why the step cannot be captured."""
+
+
 def compute(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
     """Return ``function(*args, **options)``. Record the call if this thread records a step."""
     recording = thread_state.recorder
     if recording is None:
         return function(*unwrap(args), **unwrap(options))
+    if not _ARE_NO_NUMBERS.issuperset(map(type, args)):
+        function = _of_numbers(function, args)
     return recording.compute(function, args, options)
 
 
@@ -61,6 +67,15 @@ def items_in(value: Any) -> Iterator[Any]:
         yield value
 
 
+def arrays_in(value: Any) -> Iterator[Array]:
+    """Yield the arrays in ``value``, an argument of a note."""
+    for item in items_in(value):
+        if type(item) is np.ndarray:
+            yield item
+        elif isinstance(item, Variable):
+            yield item.data
+
+
 def unwrap(value: Any) -> Any:
     """Return ``value`` with arrays and numbers in place of their stand-ins."""
     return map_items(value, lambda x: x.plain if type(x) in STAND_INS else x)
@@ -69,7 +84,8 @@ def unwrap(value: Any) -> Any:
 def reject_read(operation: str, value: Any = None) -> Any:
     """Return ``value``, but give up the recording, because ``operation`` reads array elements."""
     if thread_state.recorder is not None:
-        thread_state.recorder.leave_reading(operation)
+        reason = f"{operation} reads a value that is computed in it"
+        thread_state.recorder.leave(reason, "return it, and read it after that")
     return value
 
 
@@ -307,6 +323,33 @@ def _as_scalar(value: Any) -> Any:
     if type(value) is not Recorded:
         return value
     return value.copy() if value.ndim else RecordedScalar(value.plain)
+
+
+def _of_numbers(function: Any, args: tuple[Any, ...]) -> Any:
+    """Return a function that passes NumPy numbers to ``function`` in place of 0-d arrays.
+
+    Some functions need numbers: Python code may check types, the power of a number differs from
+    that of an array, and assignment of a number raises if it does not fit into an integer dtype.
+    """
+    is_python = type(getattr(function, "_implementation", None)) is FunctionType
+    numbers = [n for n, arg in enumerate(args) if RecordedScalar in map(type, items_in(arg))]
+    is_changed = function in _WRITE_TO_FIRST and 0 in numbers  # then NumPy raises
+    if numbers and (is_python or function in _MIND_NUMBERS or is_changed):
+        return functools.partial(_call_with_numbers, function, numbers)
+    return function
+
+
+def _call_with_numbers(function: Any, numbers: list[int], *args: Any, **options: Any) -> Any:
+    def number(value: Any) -> Any:
+        return value[()] if type(value) is np.ndarray else value
+
+    arguments = [map_items(x, number) if n in numbers else x for n, x in enumerate(args)]
+    return function(*arguments, **options)
+
+
+_ARE_NO_NUMBERS = {Recorded, int, float, bool, str, type(None), *np.sctypeDict.values()}
+_WRITE_TO_FIRST = {np.copyto, np.place, np.putmask}
+_MIND_NUMBERS = {operator.pow, operator.setitem, np.ndarray.fill}
 
 
 # NumPy functions that call the method of the same name if the argument is not an array.

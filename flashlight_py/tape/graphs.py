@@ -11,31 +11,32 @@ stays eager, because ranks that agree inside each group could disagree between g
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import itertools
+import math
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import is_cupy
+from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed import Work
 from flashlight_py.distributed.internal import ALL_REDUCE, SCATTER, Call, Membership, graph_launcher
-from flashlight_py.errors import DistributedError, GroupClosedError
+from flashlight_py.errors import BackendUnavailableError, DistributedError, GroupClosedError
+from flashlight_py.libraries import loaded_libraries
 from flashlight_py.optim.cuda import CapturedStep
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.random import generator
 from flashlight_py.structure import count, thread_state
-from flashlight_py.tape.arrays import items_in, map_items
-from flashlight_py.tape.operands import CannotCapture
-from flashlight_py.tape.products import capture_products
-from flashlight_py.tape.recording import CtrlC, Watcher, line_of_user, merged, overlaps
-from flashlight_py.tape.state import ITEMS, EveryCall, State, format_path, plain_arrays
+from flashlight_py.tape.arrays import CannotCapture, items_in, map_items
+from flashlight_py.tape.recording import CtrlC, Watcher, line_of_user, overlaps, spans_of
+from flashlight_py.tape.state import ITEMS, EveryCall, State, plain_arrays
 
 _MOST_GRAPHS = 8  # maximum number of graphs; each keeps the memory of a step
 _MOST_FORMS = 64  # maximum number of argument forms in Graphs._warm
@@ -61,7 +62,7 @@ class Recorder(Watcher):
         self.steps: list[CapturedStep] = []
         self._kept: list[Any] = []  # objects whose GPU memory the graph uses
         self._tables: Any = None  # memory pool for tables of optimizer kernels
-        self._calls: dict[Membership, list[str]] = {}
+        self.calls: dict[Membership, list[str]] = {}  # descriptions of captured calls
         self._size = 1  # number of ranks in the group of the latest call
 
     def keep(self, *values: Any) -> None:
@@ -99,8 +100,7 @@ class Recorder(Watcher):
         if not self.is_capturing:
             if group.size > 1 and not call.verb.is_message:
                 self.groups[group] = None
-            run: Any = (group.run, call) if len(calls) == 1 else (group.run_many, calls, name)
-            return self.without(functools.partial(*run))  # type: ignore[no-any-return]
+            return self.without(lambda: group.run_many(calls, name))  # type: ignore[no-any-return]
         if not is_cupy(array):
             raise _CannotSend(f"{name} sends no GPU array at {line_of_user()}")
         backend: Any = group.backend(array)
@@ -112,14 +112,10 @@ class Recorder(Watcher):
             if reason := backend.capture_problem():
                 raise _CannotSend(reason)
             self.backends[backend], self._size = None, group.size
-            self._calls.setdefault(group, []).extend(map(_described, calls))
+            self.calls.setdefault(group, []).extend(map(_described, calls))
         if len(calls) == 1:
             return group.journal.run(calls, name, lambda: backend.start(call))
         return group.journal.run(calls, name, lambda: backend.start_many(calls))
-
-    def digest(self, group: Membership) -> int:
-        """Return a number that is equal on all ranks of ``group`` if they captured equal calls."""
-        return crc32("; ".join(self._calls.get(group, [])).encode())
 
     # These methods replace those of ``Comparisons``. During a capture ranks compare nothing,
     # because a rank that cannot capture the step does not reach the call. All ranks compare digests
@@ -170,7 +166,7 @@ class Graph:
         self._kept = {id(value) for _, value in state.held}
         before = {field.holder: grad for field, grad in state.held if field.slot == "grad"}
         self._reads = [(v, before[v]) for v in recorder.grads_read if v in before]
-        self._memory = _spans_of(state, [grad for _, grad in self._reads])
+        self._memory = _spans_in(state, [grad for _, grad in self._reads])
         changed = [v for v in before if v in recorder.grads_set or v.grad is not before[v]]
         self._grads = [(v, v.grad) for v in changed]
         for backend in recorder.backends:
@@ -226,11 +222,6 @@ class Graph:
             variable.grad = grad
         return map_items(self._result, self._copied)
 
-    def changes(self, arrays: Sequence[Any]) -> bool:
-        """Return whether the latest replay changed a copy of an argument. Waits for the replay."""
-        pairs = zip(arrays, self.inputs, strict=True)
-        return any(before.tobytes() != array.tobytes() for before, array in pairs)
-
     def _copied(self, value: Any) -> Any:
         """Return ``value``, or a copy if it is an array that the next replay overwrites."""
         if isinstance(value, Variable):
@@ -248,7 +239,6 @@ class Graphs:
         self._warm: dict[Any, int] = {}  # by argument form: structure.count after the eager run
         # Groups of the step. None before its first run.
         self._groups: list[Membership] | None = None
-        self._numbers = itertools.count(1)
         self._captures = 0
         self._changes = EveryCall(_LEAST_CAPTURES)
         self._lock = threading.RLock()
@@ -265,7 +255,7 @@ class Graphs:
             state, arrays = functools.partial(self._state, values), _arrays(values)
             graph = next((g for g in self._graphs if g.fits(key, arrays, state)), None)
             is_warm = graph is None and self._warm.get(key) == int(count[0])
-            vote = _CAPTURE if is_warm and not _have_any(_spans_of(state()), arrays) else _EAGER
+            vote = _CAPTURE if is_warm and not _have_any(_spans_in(state()), arrays) else _EAGER
             agreed = self._agreed(vote if graph is None else graph.number)
             if graph is not None and agreed == graph.number:
                 self.replays += 1
@@ -303,14 +293,10 @@ class Graphs:
         groups = _spanning(self._groups or ())
         if len(groups) > 1:
             vote = _NEVER
-        agreed = vote
-        for group in groups:
-            least, most = _extremes(group, vote)
-            if least == _NEVER:
-                self.reason = "a rank uses several groups in it, and no group contains all ranks"
-            if least != most or least == _NEVER:
-                agreed = _EAGER
-        return agreed
+        votes = {number for group in groups for number in _extremes(group, vote)} or {vote}
+        if _NEVER in votes:
+            self.reason = "a rank uses several groups in it, and no group contains all ranks"
+        return vote if len(votes) == 1 and _NEVER not in votes else _EAGER
 
     def _capture(self, key: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Capture and replay the step once, or run it eagerly if a rank cannot capture it."""
@@ -318,7 +304,7 @@ class Graphs:
         arrays, state = _arrays(values), self._state(values)
         self._captures += 1
         recorder = Recorder(state.variables, self._groups)
-        held = plain_arrays(tuple([value for _, value in state.held]))
+        held = plain_arrays(*[value for _, value in state.held])
         host = [(array, array.copy()) for array in held if not is_cupy(array)]
         draws, drawn = generator().bit_generator, generator().bit_generator.state
         try:
@@ -344,12 +330,13 @@ class Graphs:
             draws.state = drawn
             self._stay_eager(graph, reason)
             return self._step(*args, **options)
-        graph.number = next(self._numbers)
+        graph.number = self._captures
         graph.signature, graph.stamp = after.signature, int(count[0])
         result = graph.replay(arrays)
-        if graph.changes(arrays):
+        pairs = [*zip(arrays, graph.inputs, strict=True)]
+        if any(array.tobytes() != changed.tobytes() for array, changed in pairs):
             reason = "an argument is changed in place; make a copy of it"
-            for array, changed in zip(arrays, graph.inputs, strict=True):
+            for array, changed in pairs:
                 array[...] = changed
         if not self._all_without(reason):
             self._stay_eager(graph, reason)
@@ -362,8 +349,10 @@ class Graphs:
         return self._agreed(_EAGER if reason else 1) == 1
 
     def _all_have_captured(self, recorder: Recorder) -> bool:
-        digests = [_extremes(group, recorder.digest(group)) for group in self._groups or ()]
-        differ = any(least != most for least, most in digests)
+        differ = False
+        for group in self._groups or ():
+            digest = crc32("; ".join(recorder.calls.get(group, [])).encode())
+            differ |= len({*_extremes(group, digest)}) > 1
         return self._all_without("ranks have captured different calls" if differ else "")
 
     def _stay_eager(self, graph: Graph | None, reason: str) -> None:
@@ -401,10 +390,16 @@ class Graphs:
                 placed = [*map(stage, args)], {name: stage(x) for name, x in options.items()}
                 stack.enter_context(stream)
                 recorder.begin(stack)
-                capture_products(stack, recorder)
+                _capture_products(stack, recorder)
                 _refuse_copies(stack, recorder)
-                captured = stack.enter_context(_capturing(stream))
-                result = ctrl_c.let_in(self._step, *placed[0], **placed[1])
+                stream.begin_capture()
+                try:
+                    result = ctrl_c.let_in(self._step, *placed[0], **placed[1])
+                except BaseException:
+                    with suppress(RuntimeError):  # an error invalidates the capture
+                        stream.end_capture()
+                    raise
+                captured = stream.end_capture()
         except CannotCapture as error:
             return None, recorder.left or str(error)
         except DistributedError:
@@ -415,21 +410,7 @@ class Graphs:
         for value in map(_data_of, items_in(result)):
             if not (value is None or isinstance(value, str) or is_cupy(value)):
                 recorder.leave(f"it returns an object of {type(value).__name__}; return GPU arrays")
-        return Graph(captured[0], recorder, key, pairs, result, state), recorder.left
-
-
-@contextmanager
-def _capturing(stream: Any) -> Iterator[list[Any]]:
-    """Capture the launches on ``stream``. After the block, the yielded list has the graph."""
-    captured: list[Any] = []
-    stream.begin_capture()
-    try:
-        yield captured
-    except BaseException:
-        with suppress(RuntimeError):  # an error invalidates the capture
-            stream.end_capture()
-        raise
-    captured.append(stream.end_capture())
+        return Graph(captured, recorder, key, pairs, result, state), recorder.left
 
 
 def _refuse_copies(stack: ExitStack, recorder: Recorder) -> None:
@@ -481,29 +462,18 @@ def _moved(state: State) -> str:
     arrays = [item for item in state.held if item[0].slot]
     for field, value in (*arrays, *state.names):
         if field.slot != "grad" and not field.has(value):
-            return f"{format_path(field.path)} gets another value; write into its array instead"
+            return f"{field.text} gets another value; write into its array instead"
     return ""
 
 
-def _spans_of(state: State, grads: Sequence[Any] = ()) -> list[tuple[int, int]]:
+def _spans_in(state: State, grads: Sequence[Any] = ()) -> list[tuple[int, int]]:
     """Return address ranges of GPU arrays: ``grads``, and arrays of ``state`` except gradients."""
     held = [value for field, value in state.held if field.slot != "grad"]
-    arrays = plain_arrays((*held, *grads))
-    return merged(_range(array) for array in arrays if is_cupy(array) and array.size)
+    return spans_of(filter(is_cupy, plain_arrays(*held, *grads)))
 
 
 def _have_any(spans: Sequence[tuple[int, int]], arrays: Iterable[Any]) -> bool:
-    return any(overlaps(spans, array, _range) for array in arrays)
-
-
-def _range(array: Any) -> tuple[int, int]:
-    """Return the address range of the elements of ``array``. The end is exclusive."""
-    start = int(array.data.ptr)
-    if array.flags.c_contiguous or array.flags.f_contiguous:
-        return start, start + array.nbytes
-    spans = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True) if n]
-    first, last = (sum(bound(x, 0) for x in spans) for bound in (min, max))
-    return start + first, start + last + array.itemsize
+    return any(overlaps(spans, array) for array in arrays)
 
 
 def _form(value: Any) -> Any:
@@ -530,3 +500,123 @@ def _data_of(value: Any) -> Any:
 
 def _arrays(values: Sequence[Any]) -> list[Any]:
     return [data for data in map(_data_of, values) if is_cupy(data)]
+
+
+# Matrix products -----------------------------------------------------------------------------
+# CuPy's own products fail while a CUDA graph is captured. These functions call cuBLAS with the
+# operands, types and algorithm that CuPy uses, so a captured product has the bits of an eager one.
+
+# For each dtype: cudaDataType, cublasComputeType_t, and the C type of the factors 1 and 0.
+_TYPES: dict[str, tuple[int, int, Any]] = {
+    "e": (2, 68, ctypes.c_float),
+    "f": (0, 77 if os.environ.get("CUPY_TF32", "0") > "0" else 68, ctypes.c_float),
+    "d": (1, 70, ctypes.c_double),
+}
+_TENSOR_CORES = 99  # CUBLAS_GEMM_DEFAULT_TENSOR_OP, used by CuPy since Ampere
+_DEFAULT = -1
+_PLAIN, _TRANSPOSED = 0, 1
+# Workspace in bytes that NVIDIA recommends for Hopper. Without one, cuBLAS allocates memory.
+_WORKSPACE = 32 << 20
+
+
+def _capture_products(stack: ExitStack, recorder: Any) -> None:
+    """Replace products of CuPy arrays by cuBLAS calls while ``recorder`` records this thread.
+
+    When ``stack`` ends, it restores CuPy's functions. Products that cuBLAS does not support, such
+    as products of integers, remain calls of CuPy.
+    """
+    import cupy
+
+    workspace, stream = cupy.empty(_WORKSPACE, np.uint8), cupy.cuda.get_current_stream()
+    recorder.keep(workspace)
+    owners = (cupy.ndarray, "dot"), (cupy.ndarray, "__matmul__"), (cupy, "matmul"), (cupy, "dot")
+    for owner, name in owners:
+        usual = getattr(owner, name)
+        restore = (setattr, owner, name, usual) if name in vars(owner) else (delattr, owner, name)
+
+        def product(
+            a: Any, b: Any, out: Any = None, usual: Any = usual, name: str = name, **options: Any
+        ) -> Any:
+            is_known = thread_state.recorder is recorder and not options and _is_for_blas(a, b)
+            if is_known and (name != "dot" or b.ndim == 2):
+                # All products use one workspace, so they must not overlap in time.
+                if cupy.cuda.get_current_stream().ptr != stream.ptr:
+                    raise CannotCapture(f"a product on another stream at {line_of_user()}")
+                return _product(a, b, out, workspace)
+            return usual(a, b, **options) if out is None else usual(a, b, out=out, **options)
+
+        setattr(owner, name, product)
+        stack.callback(*restore)
+
+
+def _is_for_blas(a: Any, b: Any) -> bool:
+    """Return whether CuPy uses cuBLAS for ``a @ b``, and ``_product`` supports the arrays."""
+    dtypes = {x.dtype.char if is_cupy(x) else "" for x in (a, b)}
+    if len(dtypes) > 1 or not dtypes <= _TYPES.keys():
+        return False
+    is_matrix = a.ndim > 1 and b.ndim > 1 and bool(a.size and b.size)
+    return is_matrix and a.shape[-2] * b.shape[-1] > 1 and a.shape[-1] == b.shape[-2]
+
+
+def _product(a: Any, b: Any, out: Any, workspace: Any) -> Array:
+    import cupy
+
+    (n, k), m = a.shape[-2:], b.shape[-1]
+    outer = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    result = cupy.empty((*outer, n, m), a.dtype)
+    a, a_form, a_lead, a_step = _operand(a, outer, is_first=True)
+    b, b_form, b_lead, b_step = _operand(b, outer, is_first=False)
+    code, compute, real = _TYPES[a.dtype.char]
+    is_new = int(cupy.cuda.Device().compute_capability) >= 80
+    algorithm = _TENSOR_CORES if is_new or a.dtype.char == "e" else _DEFAULT
+    one, zero = ctypes.byref(real(1)), ctypes.byref(real(0))
+    library, handle = _cublas(), ctypes.c_void_p(cupy.cuda.device.get_cublas_handle())
+    stream, pointer = cupy.cuda.get_current_stream().ptr, ctypes.c_void_p
+    _require(library.cublasSetStream_v2(handle, pointer(stream)))
+    room = pointer(workspace.data.ptr), ctypes.c_size_t(workspace.nbytes)
+    _require(library.cublasSetWorkspace_v2(handle, *room))
+    # cuBLAS stores matrices by columns, so swapped operands give the result by rows.
+    leading = handle, b_form, a_form, m, n, k, one
+    operands = (b, b_lead, b_step), (a, a_lead, a_step), (result, m, n * m)
+    first, second, third = [
+        (pointer(array.data.ptr), code, lead, *([ctypes.c_longlong(step)] if outer else []))
+        for array, lead, step in operands
+    ]
+    rest = (*([math.prod(outer)] if outer else []), compute, algorithm)
+    multiply = library.cublasGemmStridedBatchedEx if outer else library.cublasGemmEx
+    _require(multiply(*leading, *first, *second, zero, *third, *rest))
+    if out is None:
+        return result  # type: ignore[no-any-return]
+    out[...] = result
+    return out  # type: ignore[no-any-return]
+
+
+def _operand(x: Any, outer: tuple[int, ...], is_first: bool) -> tuple[Any, int, int, int]:
+    """Return ``x`` for cuBLAS, whether it is transposed, its leading dimension and batch stride.
+
+    ``outer`` is the shape of the batch. A matrix may be contiguous by rows and by columns. Then the
+    first operand is stored by rows and the second by columns, as in CuPy's call.
+    """
+    import cupy
+
+    rows, columns = x.shape[-2:]
+    if x.ndim == 2:
+        if x.flags.f_contiguous and not (is_first and x.flags.c_contiguous):
+            return x, _TRANSPOSED, rows, 0
+        return cupy.ascontiguousarray(x), _PLAIN, columns, 0
+    if x.ndim - 2 < len(outer) or x.shape[:-2] != outer:
+        x = cupy.broadcast_to(x, (*outer, rows, columns))
+    return cupy.ascontiguousarray(x), _PLAIN, columns, rows * columns
+
+
+@functools.cache
+def _cublas() -> Any:
+    for library in loaded_libraries("libcublas"):
+        if hasattr(library, "cublasGemmEx"):
+            return library
+    raise BackendUnavailableError("capture: matrix products need cuBLAS. Install it for CuPy")
+
+
+def _require(status: int) -> None:
+    if status:
+        raise RuntimeError(f"a captured matrix product: expected status 0 of cuBLAS, got {status}")

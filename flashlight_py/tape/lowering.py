@@ -1,4 +1,4 @@
-"""Translation of notes to native instructions, which run the same loops as NumPy's functions.
+"""Operands of notes, and translation of notes to native instructions with NumPy's loops.
 
 A note that cannot be translated remains a call of NumPy's function.
 """
@@ -9,17 +9,19 @@ import functools
 import math
 import operator
 import sys
-import warnings
+from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from flashlight_py import _native, libraries
 from flashlight_py.autograd.native import Kernel
-from flashlight_py.tape.arrays import Array
-from flashlight_py.tape.operands import Memory, Operand
-from flashlight_py.tape.recording import Note, address_of, arrays_in, user_frame
+from flashlight_py.distributed.internal import bounds
+from flashlight_py.tape.arrays import Array, arrays_in
+from flashlight_py.tape.recording import Note, Recording, address_of, merged, warn
 
 Shape = tuple[int, ...]
 Steps = tuple[Shape, ...]  # for each operand its strides in bytes
@@ -37,6 +39,85 @@ def need(condition: object) -> None:
         raise ValueError("the note needs a native instruction with the bits of NumPy")
 
 
+@dataclass(eq=False)
+class Piece:
+    """A range of memory: an ``array`` that the step created, an argument, or other memory.
+
+    In a replay, the piece starts at address ``at`` in the array ``home``. But arguments, and
+    results that each replay allocates, have a new address in each call. ``argument`` is their
+    number, and ``at`` is an offset in bytes from the first element. If a Python function uses an
+    argument, ``home`` is memory for a copy of it.
+    """
+
+    low: int
+    high: int
+    array: Any = None
+    is_made: bool = False
+    argument: int = -1
+    at: int = 0
+    home: Any = None
+    is_strip: bool = False  # whether the piece has memory for one strip of elements only
+
+    def is_placed_freely(self) -> bool:
+        return self.is_made and self.argument < 0 and self.home is None
+
+
+@dataclass(eq=False, slots=True)
+class Operand:
+    """An array of a note, the ``piece`` that contains it, and its address range."""
+
+    array: Array
+    piece: Piece
+    low: int
+    high: int
+    entry: int = -1  # index of its address in the program's table, or -1
+
+    def overlaps(self, other: Operand) -> bool:
+        return self.low < other.high and other.low < self.high
+
+
+class Memory:
+    """The memory of a recorded step. ``arguments``: arrays, and None for other arguments."""
+
+    def __init__(self, recording: Recording, arguments: Sequence[Array | None]) -> None:
+        self.recording, self.arguments = recording, arguments
+        self.inputs: dict[int, Piece] = {}  # by position of the argument
+        for number, array in enumerate(arguments):
+            if array is not None:
+                piece = self.inputs[number] = Piece(*bounds(array), array)
+                piece.argument, piece.at = number, piece.low - address_of(array)
+        made = [Piece(*bounds(array), array, True) for array in recording.made]
+        self.elsewhere = Piece(0, 0)
+        pieces = [piece for piece in (*self.inputs.values(), *made) if piece.low < piece.high]
+        self._pieces = [self.elsewhere, *sorted(pieces, key=attrgetter("low"))]
+        self._operands: dict[int, Operand] = {}  # by id of the array
+        where, notes = self.elsewhere, list(map(self.with_operands, recording.notes))
+        self.touched, self.changed = (  # address ranges of the state that notes use, and write
+            merged([(x.low, x.high) for n in notes for x in getattr(n, name) if x.piece is where])
+            for name in ("operands", "written")
+        )
+
+    def make(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return a new array. Each replay has memory for it, too."""
+        array = np.empty(shape, dtype)
+        insort(self._pieces, Piece(*bounds(array), array, True), key=attrgetter("low"))
+        return array
+
+    def of(self, array: Array) -> Operand:
+        operand = self._operands.get(id(array))
+        if operand is None:
+            low, high = bounds(array)
+            piece = self._pieces[bisect_right(self._pieces, low, key=attrgetter("low")) - 1]
+            piece = piece if low < piece.high else self.elsewhere
+            operand = self._operands[id(array)] = Operand(array, piece, low, high)
+        return operand
+
+    def with_operands(self, note: Note) -> Note:
+        values = *note.made, *note.changed, *note.args, *note.options.values(), note.required
+        note.operands = list(map(self.of, arrays_in(values)))
+        return note
+
+
 class Instruction(NamedTuple):
     """An instruction of csrc/tape/instructions.cc: its name and options, then its operands."""
 
@@ -45,7 +126,7 @@ class Instruction(NamedTuple):
 
 
 class Elementwise(NamedTuple):
-    """An elementwise operation. ``function`` is a ufunc or a name of ``KERNEL_NAMES``.
+    """An elementwise operation. ``function`` is a ufunc or a loop of csrc/tape/kernels.cc.
 
     ``types``: numbers of the ufunc's dtypes, or () for a kernel. The result is the last operand.
     ``numpy.add`` with two operands stands for the sum of all elements of the first.
@@ -69,14 +150,15 @@ class Elementwise(NamedTuple):
         )
 
 
+@dataclass(eq=False)
 class Loops:
     """Operations that one loop runs over the same elements.
 
     A loop with several operations has at most two dimensions.
     """
 
-    def __init__(self, dimensions: Shape, operations: list[Elementwise]) -> None:
-        self.dimensions, self.operations = dimensions, operations
+    dimensions: Shape
+    operations: list[Elementwise]
 
     @property
     def operands(self) -> list[Operand]:
@@ -182,7 +264,7 @@ class _Rules:
         return np.asarray(value, dtype)
 
     def _loops(self, function: Any, types: tuple[int, ...], *arrays: Array) -> None:
-        need(types or function in KERNEL_NAMES)
+        need(types or _tape.has_loop(function))
         if arrays[-1].size:
             dimensions, steps = _walk(arrays)
             need(len(dimensions) <= _MOST_DIMENSIONS)
@@ -318,11 +400,9 @@ def _longest_sum() -> int:
         matrices = [data.astype(kind) for data in (x, 0 * -abs(x)) for kind in ("f4", "f8")]
         if all(map(_is_added_in_order, matrices)):
             return longest
-    warnings.warn(
+    warn(
         f"capture: NumPy {np.__version__} adds floats in an order that flashlight_py does not "
-        "know: replays call NumPy for each sum, which is slower. Install another version of NumPy",
-        RuntimeWarning,
-        stacklevel=user_frame()[1],
+        "know: replays call NumPy for each sum, which is slower. Install another version of NumPy"
     )
     return 0
 
@@ -448,13 +528,6 @@ _LIMITS = {f for f in (np.maximum, np.minimum) if not np.signbit(f(np.full(64, -
 _BUFFERED = 8192  # NumPy's buffer size in elements
 _POWERS = {2.0: np.square, -1.0: np.reciprocal, 0.5: np.sqrt, 1.0: np.positive}
 _INITIALS = {np.add: 0, np.multiply: 1, np.logical_and: True, np.logical_or: False}
-_FROM_INTEGERS = ("b1", "u1", "i1", "i2", "i4", "i8")
-KERNEL_NAMES = {  # kernels of csrc/tape/kernels.cc
-    *(f"cast:{a}:{b}" for a in _FROM_INTEGERS for b in ("b1", "i1", "i2", "i4", "i8", "f4", "f8")),
-    *("cast:f4:f8", "cast:f8:f4", "cast:f4:b1", "cast:f8:b1"),
-    *(f"{name}:{size}" for name in ("copy", "where") for size in (1, 2, 4, 8, 16)),
-    *(f"{name}:{kind}" for name in ("maximum", "minimum") for kind in ("f4", "f8")),
-}
 _COPY = (np.array, np.copy, np.ndarray.astype, np.ndarray.copy)
 _RULES: dict[Any, Callable[[_Rules, Note], None]] = {
     **dict.fromkeys(_COPY, _Rules.copy_of_first),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from bisect import insort
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any
@@ -14,12 +16,12 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Node
-from flashlight_py.tape.arrays import KINDS, Array, Number, Recorded, RecordedScalar
+from flashlight_py.distributed.internal import bounds
+from flashlight_py.tape.arrays import Array, CannotCapture, Number, Recorded, RecordedScalar
 
-from flashlight_py.tape.arrays import items_in, map_items  # isort: skip
-from flashlight_py.tape.lowering import Group, Instruction, Loops, lowered
-from flashlight_py.tape.operands import CannotCapture, Memory, Operand, Piece, hoisted, may_raise
-from flashlight_py.tape.recording import Note, address_of, array_at, arrays_in, bounds, merged
+from flashlight_py.tape.arrays import arrays_in, items_in, map_items  # isort: skip
+from flashlight_py.tape.lowering import Group, Instruction, Loops, Memory, Operand, Piece, lowered
+from flashlight_py.tape.recording import Note, address_of, array_at, merged
 
 # Kinds of arguments, see csrc/tape/program.h.
 ARRAY_ARGUMENT, VARIABLE_ARGUMENT, VALUE_ARGUMENT, OBJECT_ARGUMENT = range(4)
@@ -54,9 +56,10 @@ class Builder:
 
     def describe(self, names: tuple[str, ...], state: Any, bindings: list[Any]) -> tuple[Any, ...]:
         """Return the program for csrc/tape/program.cc, or raise CannotCapture."""
-        notes, may_leave = hoisted(self._memory)
+        notes = hoisted(self._memory)
         # If a replay may stop at a condition, it must not overwrite gradients: they are not lent.
-        memory, grads, lend = self._memory, [*self._kept], not may_leave
+        lend = all(note.required is None for note in notes)
+        memory, grads = self._memory, [*self._kept]
         notes = self._needed(notes)
         groups = lowered(notes, memory)
         calls = [group for group in groups if isinstance(group, Note)]
@@ -94,13 +97,17 @@ class Builder:
                 return ARGUMENT_ITSELF, None, None, number, None, ()
         if is_state:
             return CONSTANT, array_or_number(result), None, 0, None, ()
-        if not is_variable:
-            return _STAND_INS[kind], None, None, *self._entry_of_result(source), ()
-        if type(result.data) not in KINDS:
+        if is_variable and not isinstance(result.data, Recorded):
             raise CannotCapture("it returns a new variable of an array that it has not computed")
-        array: Any = result.data.plain
+        array: Any = result.data.plain if is_variable else source
+        operand = memory.of(self._noted(array))
+        at = len(self._values) - 1 - operand.piece.argument  # a replay allocates the array
+        if not operand.piece.is_made or operand.piece.argument < 0:
+            (at,) = self._entries([operand])
+        if not is_variable:
+            return _STAND_INS[kind], None, None, at, array, ()
         node = Node(array.shape, array.dtype, None) if result.node else None  # type: ignore[arg-type]
-        return VARIABLE, result.calc_grad, node, *self._entry_of_result(array), ()
+        return VARIABLE, result.calc_grad, node, at, array, ()
 
     def _needed(self, notes: Sequence[Note]) -> list[Note]:
         """Return the notes with side effects, or with results that the user or other notes need.
@@ -115,17 +122,16 @@ class Builder:
             pieces = [x.piece for x in note.written]
             if needed.isdisjoint(pieces) and not (note.effect or may_raise(note)):
                 continue
-            if not _is_constant(note):
-                kept.append(note)
-                changed.update(pieces if note.changed else ())
-                needed.update([x.piece for x in note.operands])
-                continue
-            constant, made = note.function(*note.args, **note.options), note.made[0]
-            if pieces[0] in changed:
+            if _is_constant(note):
+                constant, made = note.function(*note.args, **note.options), note.made[0]
+                if pieces[0] not in changed:
+                    self._keep(pieces[0], constant)
+                    continue
                 copy = Note(np.copyto, (made, constant), {}, [], [made])
-                kept.append(self._memory.with_operands(copy))
-            else:
-                self._keep(pieces[0], constant)
+                note = self._memory.with_operands(copy)  # noqa: PLW2901
+            kept.append(note)
+            changed.update(pieces if note.changed else ())
+            needed.update([x.piece for x in note.operands])
         return kept[::-1]
 
     def _find_homes(self, called: set[Piece], written: set[Piece]) -> None:
@@ -158,23 +164,16 @@ class Builder:
                 self._owners.setdefault(operand.entry, owner)
         return tuple([operand.entry for operand in operands])
 
-    def _entry_of_result(self, array: Array) -> tuple[int, Array]:
-        operand = self._memory.of(self._noted(array))
-        if operand.piece.is_made and operand.piece.argument >= 0:  # a replay allocates it
-            return len(self._values) - 1 - operand.piece.argument, array
-        return self._entries([operand])[0], array
-
     def _view(self, value: Any) -> Any:
         """Return ``value`` for a Python call, with views of ``Piece.home`` in place of arrays."""
         if isinstance(value, Variable):
             view = self._view(value.data)
             return value if view is value.data else Variable(view)
-        operand = self._memory.of(value) if type(value) is np.ndarray else None
-        if operand is None or operand.piece.home is None:
+        piece = self._memory.of(value).piece if type(value) is np.ndarray else None
+        if piece is None or piece.home is None:
             return value
-        piece, home = operand.piece, operand.piece.home
-        begin = piece.at if piece.argument < 0 else bounds(home)[0]
-        return array_at(home, begin + address_of(value) - piece.low, value)
+        begin = piece.at if piece.argument < 0 else bounds(piece.home)[0]
+        return array_at(piece.home, begin + address_of(value) - piece.low, value)
 
     def _emit(self, group: Group) -> tuple[Any, ...]:
         if isinstance(group, Loops):
@@ -263,20 +262,19 @@ class Arena:
         self._strips: dict[Piece, int] = {}  # from a piece to the number of its strip
         self._strip_size = 0  # bytes
         uses: dict[Piece, list[int]] = {}  # first and last instruction that use a piece
-        for when, group in enumerate(groups):
-            for operand in group.operands:
-                uses.setdefault(operand.piece, [when, when])[1] = when
-        for piece in returned:
-            uses.setdefault(piece, [len(groups)] * 2)[1] = len(groups)
+        used = [*([x.piece for x in group.operands] for group in groups), returned]
+        for when, pieces in enumerate(used):
+            for piece in pieces:
+                uses.setdefault(piece, [when, when])[1] = when
         self._uses = {piece: span for piece, span in uses.items() if piece.is_placed_freely()}
         self._large = {piece for piece in self._uses if piece.array.nbytes >= _LARGE}
         for when, group in enumerate(groups if self._large else ()):
             if isinstance(group, Loops) and len(group.operations) > 1:
                 self._share(group, when)
         self.since = {id(piece.home): uses.get(piece, [0])[0] for piece in grads}
-        lent = grads if lend else ()
-        large = [p for p in lent if p.home.nbytes >= _LARGE and p.home.flags.c_contiguous]
-        self._assign(sorted([(uses.get(p, [0])[0], id(p), p.home) for p in large]))
+        homes = [piece.home for piece in grads if lend and piece.home.nbytes >= _LARGE]
+        lent = [home for home in homes if home.flags.c_contiguous]
+        self._assign(sorted(lent, key=lambda home: self.since[id(home)]))
 
     def _share(self, group: Loops, when: int) -> None:
         """Select large arrays that need only one strip, or can use the memory of another array.
@@ -324,14 +322,14 @@ class Arena:
             used = [piece for piece in dict.fromkeys(pieces) if piece in self._strips]
             free += [self._strips[piece] for piece in used if last[piece] == index]
 
-    def _assign(self, lent: list[tuple[int, int, Any]]) -> None:
-        """Assign memory to each piece, largest first: room in ``lent`` arrays, or new memory."""
-        homes = [array for _, _, array in lent]
+    def _assign(self, homes: list[Array]) -> None:
+        """Assign memory to each piece, largest first: room in ``homes``, or new memory."""
         rooms: list[list[Part]] = []
-        for since, _, array in lent:
+        for array in homes:
             end = address_of(array) + array.nbytes - _begin(array)
-            rooms.append([(0, end, since, _ALWAYS), (end, _ALWAYS, 0, _ALWAYS)])
+            rooms.append([(0, end, self.since[id(array)], _ALWAYS), (end, _ALWAYS, 0, _ALWAYS)])
         rooms.append([])
+        new = len(homes)  # number of the new memory in ``rooms``
         places: dict[Piece, tuple[int, int]] = {}
         slots: dict[int, list[tuple[int, int]]] = {}  # by size: heap of (last use, offset)
         end = 0
@@ -343,22 +341,20 @@ class Arena:
                 number, at = next(pair for pair in candidates if pair[1] < _ALWAYS)
                 insort(rooms[number], (at, at + size, first, last))
             else:  # a slot has room for one small piece
-                slot, number = slots.setdefault(size, []), len(lent)
+                slot, number = slots.setdefault(size, []), new
                 at = heappop(slot)[1] if slot and slot[0][0] < first else end
                 heappush(slot, (last, at))
             places[piece] = number, at
-            end = max(end, at + size) if number == len(lent) else end
+            end = max(end, at + size) if number == new else end
         for piece, strip in self._strips.items():
             piece.is_strip = True
-            places[piece] = len(lent), end + strip * self._strip_size
+            places[piece] = new, end + strip * self._strip_size
         size = end + self._strip_size * (1 + max(self._strips.values(), default=-1))
         homes.append(np.zeros(size + _LINE, np.uint8))
         begins = list(map(_begin, homes))
-        for piece, (number, at) in places.items():
+        for piece in (*places, *self._instead):
+            number, at = places[self._placed(piece)]
             piece.home, piece.at = homes[number], begins[number] + at
-        for piece in self._instead:
-            placed = self._placed(piece)
-            piece.home, piece.at = placed.home, placed.at
 
     def _placed(self, piece: Piece) -> Piece:
         while piece in self._instead:
@@ -399,13 +395,49 @@ def array_or_number(value: Any) -> Any:
     return value.plain if type(value) in _STAND_INS else value
 
 
-def unwrap_result(result: Any) -> Any:
-    """Return the result of the step, with arrays and numbers in place of stand-ins."""
+_INDEXING = {operator.getitem, np.take, np.ndarray.take, np.take_along_axis, np.choose}
 
-    def change(value: Any) -> Any:
-        data: Any = value.data if type(value) is Variable else None
-        if type(data) in KINDS:
-            value.data = np.array(data.plain)
-        return array_or_number(value)
 
-    return map_items(result, change)
+def may_raise(note: Note) -> bool:
+    """Return whether ``note`` may raise, depending on values. Replays always execute it."""
+    function = note.function.args[0] if isinstance(note.function, partial) else note.function
+    if function in (np.power, operator.pow):
+        return any(array.dtype.kind in "iu" for array in note.made)
+    if function is operator.setitem:
+        return True
+    if function in _INDEXING:
+        return any(True for _ in arrays_in(note.args[1:]))
+    return getattr(note.function, "__module__", None) == "numpy.linalg"
+
+
+def hoisted(memory: Memory) -> list[Note]:
+    """Return the notes, with conditions before changes.
+
+    A replay stops if a condition fails, for example for an invalid label. Until then it has changed
+    nothing, so the step can run eagerly. A check by ``structure.require_all`` may need values that
+    the step changes, such as drawn indices. Then the check keeps its place, and raises its error in
+    replays. Other conditions that need changed values raise CannotCapture.
+    """
+    notes = memory.recording.notes
+    end = max((at for at, note in enumerate(notes, 1) if note.required is not None), default=0)
+    first: list[Note] = []
+    late: list[Note] = []
+    changed: dict[Piece, list[Operand]] = {}
+    for note in notes[:end]:
+        is_condition = note.required is not None
+        if (is_condition or not (note.effect or note.changed)) and not any(
+            x.overlaps(other) for x in note.operands for other in changed.get(x.piece, ())
+        ):
+            first.append(note)
+            continue
+        has_changes = any(x.effect for x in late) or any(not p.is_made for p in changed)
+        is_late = is_condition and has_changes
+        if is_late and note.function is np.all:
+            raise CannotCapture(
+                "a value is checked after a change of state, so a failed check could not restart "
+                "the step"
+            )
+        late.append(memory.with_operands(replace(note, required=None)) if is_late else note)
+        for operand in note.written:
+            changed.setdefault(operand.piece, []).append(operand)
+    return [*first, *late, *notes[end:]]

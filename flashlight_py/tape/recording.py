@@ -11,26 +11,46 @@ from __future__ import annotations
 import contextlib
 import functools
 import linecache
-import operator
 import signal
 import sys
 import threading
+import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from flashlight_py import _native, random
 from flashlight_py.autograd import Variable
-from flashlight_py.distributed.internal import leave_to_python
-from flashlight_py.structure import thread_state
-from flashlight_py.tape import arrays
-from flashlight_py.tape.arrays import Array
+from flashlight_py.distributed import Work
+from flashlight_py.distributed.internal import (
+    Call,
+    Done,
+    Matched,
+    Membership,
+    bounds,
+    leave_to_python,
+    members_of,
+    world_fast,
+)
+from flashlight_py.optim.optimizer import RuleOptimizer
+from flashlight_py.structure import require_all, thread_state
+from flashlight_py.tape.arrays import (
+    KINDS,
+    Array,
+    Number,
+    Recorded,
+    RecordedScalar,
+    arrays_in,
+    keep,
+    map_items,
+    reject_read,
+    unwrap,
+)
 
 _tape = _native.load_extension("tape")
 _FOLDER, _PACKAGE = map(str, Path(__file__).parents[:2])
@@ -90,23 +110,27 @@ class Watcher:
         """Record this thread until ``stack`` ends."""
         leave_to_python(1)
         stack.callback(leave_to_python, -1)
-        stack.callback(self._ignore)
-        self._listen()
+        stack.callback(self._switch, False)
+        self._switch(True)
 
     def without(self, function: Callable[[], Any]) -> Any:
-        self._ignore()
+        self._switch(False)
         try:
             return function()
         finally:
-            self._listen()
+            self._switch(True)
 
-    def _listen(self) -> None:
-        note_gradients(self.variables, True)
-        thread_state.recorder = self
+    def _switch(self, on: bool) -> None:
+        """Start (``on``) or stop the recording of this thread.
 
-    def _ignore(self) -> None:
+        Each observed variable gets another class, so that access to other variables stays fast.
+        """
         thread_state.recorder = None
-        note_gradients(self.variables, False)
+        for variable in self.variables:
+            kind: Any = type(variable)
+            if on is not issubclass(kind, _Noted):
+                variable.__class__ = _noted_kind(kind) if on else kind.__bases__[1]
+        thread_state.recorder = self if on else None
 
 
 class Recording(Watcher):
@@ -130,8 +154,9 @@ class Recording(Watcher):
         self.constants: list[Any] = []  # dtype, shape and bytes of each constant
         self.lines: list[str] = []  # for each constant, the line that uses it
         self.stand_ins: list[weakref.ref[Any]] = []
-        self._draws, self._swap, self._names = Draws(self), swap, names
-        self._spans = merged(map(bounds, before))
+        self.pending: set[Later] = set()  # started operations that the step has not waited for
+        self._draws, self._swap, self._names = Draws(), swap, names
+        self._spans = spans_of(before)
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         stack.callback(self.end)
@@ -140,27 +165,19 @@ class Recording(Watcher):
 
     def end(self) -> None:
         self._draws.recording = None
-        for stand_in in [
-            stand_in for ref in self.stand_ins if type(stand_in := ref()) in arrays.KINDS
-        ]:
-            arrays.keep(stand_in, None)  # the next recording numbers memory anew
-
-    def leave_reading(self, reader: str) -> None:
-        self.leave(
-            f"{reader} reads a value that is computed in it", "return it, and read it after that"
-        )
+        for stand_in in [stand_in for ref in self.stand_ins if type(stand_in := ref()) in KINDS]:
+            keep(stand_in, None)  # the next recording numbers memory anew
+        if self.pending:
+            self.leave("the step does not wait for an operation that it starts,")
 
     def drawing(self, generator: Any) -> Draws:
-        self._draws.generator = generator
+        self._draws.generator, self._draws.recording = generator, self
         return self._draws
 
-    def _listen(self) -> None:
-        self._swap(True)
-        super()._listen()
-
-    def _ignore(self) -> None:
-        super()._ignore()
-        self._swap(False)
+    def _switch(self, on: bool) -> None:
+        thread_state.recorder = None
+        self._swap(on)
+        super()._switch(on)
 
     def compute(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Return the result of ``function``, and add a note of the call."""
@@ -173,10 +190,8 @@ class Recording(Watcher):
             options = options if len(outs) != 1 else {**options, "out": outs[0]}
             both = self._both(options.values())
             plain_options, noted_options = [dict(zip(options, x, strict=True)) for x in both]
-            if arrays.RecordedScalar in map(type, outs):
+            if RecordedScalar in map(type, outs):
                 raise TypeError("out must be an array, got a NumPy number")
-        if not _ARE_NO_NUMBERS.issuperset(map(type, args)):
-            function = _of_numbers(function, args)
         result = function(*plain_args, **plain_options)
         if function is np.matmul and _is_dot(plain_args, result):
             function = np.dot
@@ -199,14 +214,12 @@ class Recording(Watcher):
         owns, noted = [], []
         for value in values:
             kind = type(value)
-            if kind in arrays.KINDS:
+            if kind in KINDS:
                 plain, seen = value.plain, value.noted
                 if seen is None and (seen := self._noted(plain)) is plain:
-                    arrays.keep(value, plain)  # memory of the state does not move
-            elif kind in _SIMPLE:
-                plain = seen = value
+                    keep(value, plain)  # memory of the state does not move
             else:
-                plain = arrays.unwrap(value)
+                plain = unwrap(value)
                 seen = self.noted(plain)
             owns.append(plain)
             noted.append(seen)
@@ -216,7 +229,7 @@ class Recording(Watcher):
         """Return the array that represents ``value``, which the call modifies, in notes."""
         noted = getattr(value, "noted", None)
         if noted is None:
-            noted = self._noted(arrays.unwrap(value))
+            noted = self._noted(unwrap(value))
             if any(noted is constant for _, constant in self._constants.values()):
                 self.leave(
                     "it writes to an array that NumPy created without inputs; create it by "
@@ -254,20 +267,20 @@ class Recording(Watcher):
     def _frozen(self, value: Any) -> Any:
         """Return ``value`` without stand-ins, as an argument that all replays pass."""
         is_new = isinstance(value, Variable) and value not in self.variables
-        if is_new and type(value.data) in arrays.KINDS:
-            return Variable(arrays.unwrap(value.data))
-        return value.array if type(value) is arrays.Number else arrays.unwrap(value)
+        if is_new and type(value.data) in KINDS:
+            return Variable(unwrap(value.data))
+        return value.array if type(value) is Number else unwrap(value)
 
     def noted(self, value: Any) -> Any:
         """Return ``value`` for a note, with stand-ins for arrays that the step created."""
-        return arrays.map_items(value, self._noted)
+        return map_items(value, self._noted)
 
     def _noted(self, value: Any) -> Any:
         if type(value) is not np.ndarray:
             if isinstance(value, Variable) and type(value.data) is np.ndarray:
                 stand_in = self._noted(value.data)
                 return value if stand_in is value.data else Variable(stand_in)
-            if isinstance(value, np.ndarray) and type(value) not in arrays.KINDS:
+            if isinstance(value, np.ndarray) and type(value) not in KINDS:
                 self.leave(f"an array of class {type(value).__name__} is used")
             return value
         self._check(value)
@@ -292,7 +305,7 @@ class Recording(Watcher):
 
         for note in self.notes:
             for name in ("args", "options", "changed"):
-                setattr(note, name, arrays.map_items(getattr(note, name), moved))
+                setattr(note, name, map_items(getattr(note, name), moved))
 
     def _constant(self, array: Array, number: int, stand_in: Array) -> Array:
         """Return a copy of ``array``, which a call without arrays such as ``np.ones(3)`` made."""
@@ -315,7 +328,7 @@ class Recording(Watcher):
         is_scalar = kind is not np.ndarray and isinstance(result, np.generic)
         if kind is not np.ndarray and not is_scalar:
             if result is not None:
-                self.leave_reading("a function")
+                reject_read("a function")
             return result
         array = np.asarray(result) if is_scalar else result
         self._check(array)
@@ -329,26 +342,178 @@ class Recording(Watcher):
             self.made.append(base[1])
             made.append(memory[1])
         noted = array if memory is None else memory[1]
-        return arrays.RecordedScalar(array, noted) if is_scalar else arrays.Recorded(array, noted)
+        return RecordedScalar(array, noted) if is_scalar else Recorded(array, noted)
 
     def _check(self, array: Array) -> None:
         if not are_numbers(array):
             name = self._names.get(id(array), "an array")
             self.leave(f"{name} of {array.dtype} is not an aligned array of numbers,")
 
+    def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run ``function``, which has side effects. Every replay calls it again."""
+        if function in self._ones:
+            return self._ones[function](self, function, args, options)
+        plain_args, plain_options = map_items((args, options), self._frozen)
+        noted = self.noted(plain_args), self.noted(plain_options)
+        result = self.without(lambda: function(*plain_args, **plain_options))
+        both = zip((*args, *options.values()), (*plain_args, *plain_options.values()), strict=True)
+        same = [old for old, new in both if new is result and isinstance(new, np.ndarray)]
+        if same:  # the result is an argument, changed in place
+            self.effect(function, noted, changed=[self.noted(result)])
+            return same[0]
+        if isinstance(result, float):  # for example a norm of the arrays
+            number = np.float64(result)
+            return Number(self.effect(function, noted, number, [*arrays_in(noted)]).plain)
+        if isinstance(result, (np.ndarray, np.generic)):
+            return self.effect(function, noted, result)
+        self.effect(function if result is None else _returning(function, result), noted)
+        return result
+
+    def check(self, function: Any, args: tuple[Any, ...], _: Any) -> None:
+        """Run ``structure.require_all``. Every replay repeats the check."""
+        condition, plain = args[0].all(), unwrap(args)
+        if type(condition) in KINDS:
+            is_met = bool(condition.plain)
+            self.truth(condition, is_met, *((function, self.noted(plain)) if is_met else ()))
+        function(*plain)
+
+    def step(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Run the step of an optimizer. Every replay repeats the step."""
+        optimizer, scale = args[0], unwrap((*args[1:], *options.values(), 1.0)[0])
+        if optimizer._shards:  # _step_placed() is recorded instead
+            function(*args, **options)
+            return
+        if any(type(variable.data) not in KINDS for variable in optimizer.params):
+            self.leave("an optimizer updates parameters outside of the step's state,")
+        grads = [unwrap(variable.grad) for variable in optimizer.params]
+        noted: Any = (self.noted(tuple(grads)), {})
+        self.without(lambda: function(*args, **options))
+        data = [unwrap(variable.data) for variable in optimizer.params]
+        step: Any = functools.partial(optimizer.prepared, scale)
+        step.prepared = step  # Builder calls prepared() to get the function for replays
+        self.effect(step, noted, changed=data)
+
+    # as_one() runs and records these functions by a method of this class.
+    _ones: ClassVar[dict[Any, Callable[..., Any]]] = {
+        require_all.__wrapped__: check,  # type: ignore[attr-defined]
+        RuleOptimizer.step.__wrapped__: step,  # type: ignore[attr-defined]
+    }
+
+    def verb(self, group: Membership, calls: Sequence[Call], name: str) -> Work:
+        """Run ``calls`` of operation ``name``, and return a stand-in of their ``Work``.
+
+        Every replay repeats the calls.
+        """
+        first, again = calls[0], RepeatedCalls(group, calls, name)
+        stand_ins = [array for call in calls for array in (call.array, call.out)]
+        are_recorded = all(array is None or type(array) in KINDS for array in stand_ins)
+        if first.refusal or first.received or not are_recorded:
+            self.leave("it sends data that is not an array of the step,")
+        arrays = unwrap(stand_ins)
+        noted: Any = (tuple(self.noted(arrays)), {})
+        changed = [array for array in noted[0] if array is not None]
+        work: Work = self.without(lambda: again.begin(arrays))
+        if not first.blocking:
+            return Later(self, work, again, noted, changed)
+        result = work.wait()
+        if isinstance(result, Matched):
+            self.leave("it receives a message of unspecified length or rank,")
+        same = [one for one, array in zip(stand_ins, arrays, strict=True) if array is result]
+        if isinstance(result, np.ndarray) and not same:
+            return Done(self.effect(again, noted, result, changed))
+        if not (same or result is None or len(calls) > 1):
+            self.leave(f"{name} returns a {type(result).__name__}, which may vary,")
+        self.effect(again, noted, changed=changed)
+        return Done(same[0] if same else result)
+
+
+class RepeatedCalls:
+    """Calls that each replay repeats with its own arrays, in the same group.
+
+    In place of the recorded world (the group of all ranks), a replay uses the current world.
+    """
+
+    work: Work  # the latest work that ``start`` began
+
+    def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
+        is_world = group is members_of(None)
+        self._group, self.__name__ = None if is_world else group, name
+        self._fast = world_fast if is_world else group.fast
+        self._calls = [replace(call, array=None, out=None) for call in calls]
+        call = calls[0]  # op is interned, because native code compares it by identity
+        op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
+        self._rest = op, call.scale, call.root, 0, not call.blocking
+
+    def __call__(self, *arrays: Any) -> Any:
+        call = self._calls[0]
+        if len(self._calls) == 1 and not call.verb.is_message:
+            y = self._fast.collective(call.verb.code, *arrays, *self._rest)
+            if y is not NotImplemented:
+                return y
+        work = self.begin(arrays)
+        return work.wait() if call.blocking else work
+
+    def start(self, *arrays: Any) -> None:
+        self.work = self(*arrays)
+
+    def begin(self, arrays: Sequence[Any]) -> Work:
+        """Start the calls. ``arrays`` has ``array`` and ``out`` of each call in turn."""
+        triples = zip(self._calls, arrays[::2], arrays[1::2], strict=True)
+        calls = [replace(call, array=array, out=out) for call, array, out in triples]
+        return members_of(self._group).run_many(calls, self.__name__)
+
+
+class Later(Work):
+    """The asynchronous ``work`` of a recorded step. A wait for it is recorded, too.
+
+    ``again(*args)`` starts the work in a replay. The work uses the arrays ``changed`` until it is
+    completed.
+    """
+
+    def __init__(
+        self, recording: Recording, work: Work, again: RepeatedCalls, args: Any, changed: Any
+    ) -> None:
+        self._recording, self._work, self._again, self._changed = recording, work, again, changed
+        recording.effect(again.start, args, changed=changed)
+        recording.pending.add(self)
+
+    def is_completed(self) -> bool:
+        if thread_state.recorder is self._recording:
+            self._recording.leave("is_completed() of an operation is called,")
+        return self._work.is_completed()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the work and return its result. Every replay waits at this point of the step."""
+        recording, again = self._recording, self._again
+        if thread_state.recorder is not recording:  # the recording has ended
+            return self._work.wait(timeout)
+        result = recording.without(lambda: self._work.wait(timeout))
+        recording.pending.discard(self)
+        wait = lambda: again.work.wait(timeout)  # noqa: E731
+        return recording.effect(wait, result=result, changed=self._changed)
+
+
+def _returning(function: Callable[..., Any], recorded: Any) -> Callable[..., None]:
+    """Return a function that calls ``function``, and raises unless it returns ``recorded``."""
+
+    def call(*args: Any, **options: Any) -> None:
+        result = function(*args, **options)
+        if result != recorded:
+            raise RuntimeError(
+                f"a captured step: expected {function.__qualname__} to return {recorded!r} as in "
+                f"the recording, got {result!r}. Do not capture it if its control flow varies"
+            )
+
+    return call
+
 
 class Draws:
     """A stand-in for a random ``generator``. Replays repeat the draws of this thread."""
 
-    generator: Any
-
-    def __init__(self, recording: Recording) -> None:
-        # None after the end of the recording. Users may keep this object.
-        self.recording: Recording | None = recording
+    generator: Any = None
+    recording: Recording | None = None  # None after its end. Users may keep this object.
 
     def __getattr__(self, name: str) -> Any:
-        if name == "generator":  # copy.copy() reads it before it is set
-            raise AttributeError(name)
         recording = self.recording
         if name == "bit_generator" and recording is not None and thread_state.recorder is recording:
             recording.leave("the state of the random generator is read, as by recompute(),")
@@ -357,10 +522,10 @@ class Draws:
 
     def _draw(self, name: str, *args: Any, **options: Any) -> Any:
         recording = self.recording
-        result = getattr(self.generator, name)(*arrays.unwrap(args), **arrays.unwrap(options))
+        result = getattr(self.generator, name)(*unwrap(args), **unwrap(options))
         if recording is None or thread_state.recorder is not recording:  # another thread calls
             return result
-        if any(type(argument) in arrays.KINDS for argument in (*args, *options.values())):
+        if any(type(argument) in KINDS for argument in (*args, *options.values())):
             recording.leave("random numbers are drawn with an array of the step")
         again = lambda: getattr(random.generator(), name)(*args, **options)  # noqa: E731
         return recording.effect(again, result=result)
@@ -413,17 +578,6 @@ class _Noted:
     __init_subclass__ = object.__init_subclass__  # skips the method of a user's class
 
 
-def note_gradients(variables: Iterable[Variable], on: bool) -> None:
-    """Start (``on``) or stop observing reads and writes of the gradients of ``variables``.
-
-    Each observed variable gets another class, so that access to other variables stays fast.
-    """
-    for variable in variables:
-        kind: Any = type(variable)
-        if on is not issubclass(kind, _Noted):
-            variable.__class__ = _noted_kind(kind) if on else kind.__bases__[1]
-
-
 @functools.cache
 def _noted_kind(kind: Any) -> Any:
     def read(variable: Variable) -> Any:
@@ -450,6 +604,11 @@ def user_frame(libraries: tuple[str, ...] = _LIBRARIES) -> tuple[Any, int]:
     return frame, level
 
 
+def warn(text: str) -> None:
+    """Show a RuntimeWarning with the line of the user's code."""
+    warnings.warn(text, RuntimeWarning, stacklevel=user_frame()[1])
+
+
 def line_of_user() -> str:
     frame, _ = user_frame()
     file, line = frame.f_code.co_filename, frame.f_lineno
@@ -471,50 +630,16 @@ def _has_other_outs(function: Any, args: Any, options: dict[str, Any], result: A
     if function in _MAY_OVERWRITE:
         return bool in map(type, args) or not {"copy", "overwrite_input"}.isdisjoint(options)
     is_number = isinstance(result, np.generic)  # an array without dimensions may become a number
-    others = [x.plain for x in args[2:] if type(x) is arrays.Recorded] if len(args) > 2 else ()
+    others = [x.plain for x in args[2:] if type(x) is Recorded] if len(args) > 2 else ()
     return result is None or any(x is result or (is_number and not x.ndim) for x in others)
 
 
-_WRITE_TO_FIRST = {np.copyto, np.place, np.putmask}
 _MAY_OVERWRITE = {np.nan_to_num, np.median, np.nanmedian, np.percentile, np.nanpercentile,
                   np.quantile, np.nanquantile}  # fmt: skip
 
 
-def _of_numbers(function: Any, args: tuple[Any, ...]) -> Any:
-    """Return a function that passes NumPy numbers to ``function`` in place of 0-d arrays.
-
-    Some functions need numbers: Python code may check types, the power of a number differs from
-    that of an array, and assignment of a number raises if it does not fit into an integer dtype.
-    """
-    is_python = type(getattr(function, "_implementation", None)) is FunctionType
-    numbers = [number for number, arg in enumerate(args) if _has_numbers(arg)]
-    is_changed = function in _WRITE_TO_FIRST and 0 in numbers  # then NumPy raises
-    if numbers and (is_python or function in _MIND_NUMBERS or is_changed):
-        return functools.partial(_call_with_numbers, function, numbers)
-    return function
-
-
-def _call_with_numbers(function: Any, numbers: list[int], *args: Any, **options: Any) -> Any:
-    def number(value: Any) -> Any:
-        return value[()] if type(value) is np.ndarray else value
-
-    arguments = [arrays.map_items(x, number) if n in numbers else x for n, x in enumerate(args)]
-    return function(*arguments, **options)
-
-
-_SIMPLE: set[type] = {int, float, bool, str, type(None), *np.sctypeDict.values()}
-_ARE_NO_NUMBERS = {arrays.Recorded, *_SIMPLE}
-_MIND_NUMBERS = {operator.pow, operator.setitem, np.ndarray.fill}
-
-
-def _has_numbers(value: Any) -> bool:
-    is_list = type(value) in (list, tuple)
-    return type(value) is arrays.RecordedScalar or (is_list and any(map(_has_numbers, value)))
-
-
-# address_of(array): the address of the first element. bounds(array): the address range (low, high).
+# address_of(array): the address of the first element.
 address_of: Callable[[Array], int] = _tape.address
-bounds: Callable[[Array], tuple[int, int]] = _tape.bounds
 # array_at(owner, address, like): a view of the memory of ``owner``, with the layout of ``like``.
 array_at: Callable[[Array, int, Array], Array] = _tape.at
 
@@ -530,17 +655,12 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged_ranges
 
 
-def overlaps(spans: Sequence[tuple[int, int]], array: Any, range_of: Any = bounds) -> bool:
+def spans_of(arrays: Iterable[Any]) -> list[tuple[int, int]]:
+    return merged(map(bounds, arrays))
+
+
+def overlaps(spans: Sequence[tuple[int, int]], array: Any) -> bool:
     """Return whether ``array`` has elements in one of ``spans``, a result of :func:`merged`."""
-    low, high = range_of(array)
+    low, high = bounds(array)
     index = bisect_right(spans, (high,)) - 1
     return index >= 0 and low < spans[index][1]
-
-
-def arrays_in(value: Any) -> Iterable[Array]:
-    """Yield the arrays in ``value``, an argument of a note."""
-    for item in arrays.items_in(value):
-        if type(item) is np.ndarray:
-            yield item
-        elif isinstance(item, Variable):
-            yield item.data

@@ -44,7 +44,7 @@ _SIMPLE = (int, float, complex, str, bytes, type(None), np.dtype, np.generic, Nu
 _LIBRARIES = ("flashlight_py", "numpy", "cupy")
 _DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
 _MANY = 1000  # a container with more items is data and not searched, unless it has variables
-INSTEAD = "keep it in an array, or pass it as an argument"
+_INSTEAD = "keep it in an array, or pass it as an argument"
 ITEMS = object()  # key of a field: the number of items of the holder, or the items of a set
 
 
@@ -54,6 +54,10 @@ class Field(NamedTuple):
     holder: Any
     key: Any
     path: Any  # a name, or (path of the holder, format, key)
+
+    @property
+    def text(self) -> str:
+        return format_path(self.path)
 
     @property
     def slot(self) -> Any:
@@ -250,7 +254,7 @@ class State:
         hook, placement, data = variable.hook, variable.placement, variable.data
         self.variables.append(variable)
         self._structure += [id(variable), variable._calc_grad, _mark(hook), _mark(placement)]
-        self._structure += map(id, plain_arrays((data, variable.buffer)))
+        self._structure += map(id, plain_arrays(data, variable.buffer))
         for name in ("data", "grad") if variable.buffer is None else ("data", "grad", "buffer"):
             field = Field(variable, name, (path, _ATTRIBUTE, name))
             self.held.append((field, getattr(variable, name)))
@@ -302,17 +306,14 @@ class State:
 
     def _visit_function(self, function: FunctionType, path: Any, _: int) -> None:
         self._structure.append(_mark(function))
-        codes, held, loads = [function.__code__], function.__globals__, loads_of(function.__code__)
+        code, held, loads = function.__code__, function.__globals__, loads_of(function.__code__)
         is_yours = self._is_yours(function)
         for kind in self._loads if is_yours else ():
-            self._loads[kind] |= loads[kind]
-        cells = zip(codes[0].co_freevars, function.__closure__ or (), strict=True)
+            self._loads[kind].update(loads[kind])
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         fields = [(Field(cell, "cell_contents", name), "free") for name, cell in cells]
-        for code in codes:  # the loop appends inner functions
-            codes += [const for const in code.co_consts if isinstance(const, CodeType)]
-        names = dict.fromkeys(chain(*(code.co_names for code in codes)))
-        used = (loads["global"] | loads["stored"]) & held.keys()
-        fields += [(Field(held, name, name), "global") for name in names if name in used]
+        names = loads["global"] | loads["stored"]
+        fields += [(Field(held, name, name), "global") for name in names if name in held]
         defaults = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name)]
         fields += [(Field(function, name, path), "") for name in defaults]
         for name in sorted(loads["module"]) if is_yours else ():
@@ -335,17 +336,20 @@ class State:
         for value in called:
             self._start(value, path)
 
-    def changed(self) -> list[Any]:
-        """Return the paths of fields in ``names`` whose number or string has changed."""
-        return [x.path for x, v in self.names if v is not None and is_value(v) and not x.has(v)]
+    def changes(self, after: State) -> list[tuple[str, str]]:
+        """Return a reason and a remedy for each number or string that the step has changed."""
+        before, now = self.numbers, after.numbers
+        paths = [one[0] for one in now if one not in before] if now != before else []
+        paths += [x.path for x, v in self.names if v is not None and is_value(v) and not x.has(v)]
+        return [(f"it changes {format_path(x)}, which no replay does,", _INSTEAD) for x in paths]
 
     def save(self, others: dict[str, Any]) -> State:
         """Copy the state for ``restore``. Save bits of it and of ``others`` for ``differences``."""
         self._random = random.state_dict()
         pairs = [*others.items(), ("the random numbers that follow", self._random)]
-        pairs += [(format_path(field.path), value) for field, value in self.held]
+        pairs += [(field.text, value) for field, value in self.held]
         self._bits = [(name, _bits_of(value)) for name, value in pairs]
-        arrays = plain_arrays((*[value for _, value in self.held], *others["an argument"]))
+        arrays = plain_arrays(*[value for _, value in self.held], *others["an argument"])
         self._copies = [(array, array.copy()) for array in arrays]
         return self
 
@@ -388,9 +392,9 @@ _KINDS = {"LOAD_DEREF": "free", "LOAD_GLOBAL": "global", "LOAD_NAME": "global",
 
 
 @functools.lru_cache(maxsize=1000)
-def loads_of(code: CodeType) -> dict[str, set[str]]:
+def loads_of(code: CodeType) -> dict[str, dict[str, None]]:
     """Return the names that ``code`` and its inner functions load, for each kind in ``_KINDS``."""
-    names_by_kind: dict[str, set[str]] = {kind: set() for kind in _KINDS.values()}
+    names_by_kind: dict[str, dict[str, None]] = {kind: {} for kind in _KINDS.values()}
     loads: list[tuple[str, Any]] = []
     for instruction in dis.get_instructions(code):
         kind = _KINDS.get(instruction.opname, "")
@@ -400,20 +404,18 @@ def loads_of(code: CodeType) -> dict[str, set[str]]:
             loads.append((kind, instruction.argval))
     for (kind, name), after in pairwise([*loads, ("", None)]):
         if kind and not (after[0] == "method" and after[1] in _ADDS):
-            names_by_kind[kind].add(name)
-    if names_by_kind["global"] & {"getattr", "hasattr", "AttributeError"}:
-        names_by_kind["attribute"] |= {x for x in code.co_consts if isinstance(x, str)}
-        names_by_kind["method"].add("hasattr")  # the code may test whether an attribute exists
-    for inner in [
-        instruction for instruction in code.co_consts if isinstance(instruction, CodeType)
-    ]:
-        for kind, names in loads_of(inner).items():
-            names_by_kind[kind] |= names
+            names_by_kind[kind][name] = None
+    if names_by_kind["global"].keys() & {"getattr", "hasattr", "AttributeError"}:
+        names_by_kind["attribute"] |= {x: None for x in code.co_consts if isinstance(x, str)}
+        names_by_kind["method"]["hasattr"] = None  # the code may test if an attribute exists
+    inner_loads = [loads_of(x).items() for x in code.co_consts if isinstance(x, CodeType)]
+    for kind, names in chain(*inner_loads):
+        names_by_kind[kind] |= names
     return names_by_kind
 
 
 def _package_of(one: Any) -> str:
-    name = str(getattr(one, "__module__", ""))
+    name = str(getattr(one, "__module__", getattr(one, "__name__", "")))
     spec = getattr(sys.modules.get(name), "__spec__", None)  # under python -m the name is __main__
     return str(spec.name if spec else name).partition(".")[0]
 
@@ -429,15 +431,12 @@ class EveryCall:
         """Keep the values of ``state``. Return which name has a new value in every call, or ""."""
         self._values = self._values[-self._most :] if replays == self._replays else []
         self._replays = replays
-        pairs = [
-            (x.path, v if type(v) is int else repr(v) if is_value(v) else id(v))
-            for x, v in state.names
-        ]
+        pairs = [(x.path, repr(v) if is_value(v) else id(v)) for x, v in state.names]
         pairs += [(path, repr(numbers)) for path, numbers in state.numbers]
         self._values.append({format_path(path): value for path, value in pairs})
         for name in self._values[-1] if len(self._values) > self._most else ():
             if len({values.get(name) for values in self._values}) > self._most:
-                return f"{name} has another value in every call; {INSTEAD}"
+                return f"{name} has another value in every call; {_INSTEAD}"
         return ""
 
 
@@ -457,14 +456,16 @@ def _mark(value: Any) -> Any:
         return value if repr(value) == object.__repr__(value) else repr(value)
 
 
-def plain_arrays(value: Any) -> list[np.ndarray[Any, Any]]:
-    """Return a list of the array ``value``, of the array of a stand-in, or of arrays in a tuple."""
-    kind = type(value)
-    if kind is np.ndarray:
-        return [value]
-    if isinstance(value, tuple):
-        return [*chain.from_iterable(map(plain_arrays, value))]
-    return [value.plain] if kind in KINDS else [value] if is_cupy(value) else []
+def plain_arrays(*values: Any) -> list[np.ndarray[Any, Any]]:
+    """Return the arrays in ``values``, also in tuples, and the arrays of stand-ins."""
+    arrays: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if isinstance(value, tuple):
+            arrays += plain_arrays(*value)
+        elif kind in KINDS or kind is np.ndarray or is_cupy(value):
+            arrays.append(value.plain if kind in KINDS else value)
+    return arrays
 
 
 def parts(one: Any) -> list[tuple[Any, Any, Any]]:
@@ -478,17 +479,14 @@ def parts(one: Any) -> list[tuple[Any, Any, Any]]:
     slots += ["cell_contents"] if isinstance(one, CellType) else []
     names: Any = chain(*([slot] if isinstance(slot, str) else slot for slot in slots))
     names = [name for name in names if name[:2] != "__" and hasattr(one, name)]
-    items = list(attributes.items()) if isinstance(attributes, dict) else []
-    held = [(attributes, *item) for item in items]
+    held = parts(attributes) if isinstance(attributes, dict) else []
     return held + [(one, name, getattr(one, name)) for name in names]
 
 
 def _is_library(one: Any) -> bool:
     """Return whether ``one`` or its class is from ``_LIBRARIES``, or code from Python's library."""
     is_code = isinstance(one, (FunctionType, ModuleType, type))
-    source: Any = one if is_code else type(one)
-    name = source.__name__ if isinstance(one, ModuleType) else source.__module__
-    package = str(name).partition(".")[0]
+    package = _package_of(one if is_code else type(one))
     return package in _LIBRARIES or (is_code and package in sys.stdlib_module_names)
 
 

@@ -6,7 +6,6 @@ import functools
 import inspect
 import sys
 import types
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,27 +20,11 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Leaf
 from flashlight_py.device import is_cupy
 from flashlight_py.structure import changed, count, thread_state
-from flashlight_py.tape.arrays import Array, Recorded, map_items
-from flashlight_py.tape.operands import CannotCapture, Memory
-from flashlight_py.tape.operations import StepRecording
-from flashlight_py.tape.program import (
-    Builder,
-    array_or_number,
-    arrays_of,
-    empty_with_strides,
-    unwrap_result,
-)
-from flashlight_py.tape.recording import CtrlC, Note, are_numbers, arrays_in, overlaps, user_frame
-from flashlight_py.tape.state import (
-    INSTEAD,
-    EveryCall,
-    Field,
-    State,
-    format_path,
-    parts,
-    plain_arrays,
-    replace_all,
-)
+from flashlight_py.tape.arrays import CannotCapture, Recorded, arrays_in, map_items
+from flashlight_py.tape.lowering import Memory
+from flashlight_py.tape.program import Builder, array_or_number, arrays_of, empty_with_strides
+from flashlight_py.tape.recording import CtrlC, Note, Recording, are_numbers, overlaps, warn
+from flashlight_py.tape.state import EveryCall, Field, State, parts, plain_arrays, replace_all
 
 _MOST_PROGRAMS = 16
 _MOST_TRIES = 64
@@ -69,6 +52,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self._constants: list[Any] = []  # constants of each of the latest recordings
         self._changes = EveryCall(_MOST_PROGRAMS)
         self._homes: Any = weakref.WeakValueDictionary()  # arrays that replace arrays of the state
+        self._graphs: Any = None  # CUDA graphs of a step on GPUs
         self._unchecked: list[Any] = []  # one entry per replay that check=True still compares
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -92,7 +76,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             return self._run_eagerly(args, options)
         call = _Call(self.__wrapped__, self._state, args, options or {}, self._homes)
         # On GPUs ranks vote before each call, so no rank may skip the vote because of the lock.
-        is_free = call.is_on_gpu or not StepRecording.only.locked()
+        is_free = call.is_on_gpu or not Recording.only.locked()
         reason = call.why_not() if is_free else ""
         if reason or not is_free:
             result = self._run_eagerly(args, options)  # raises if the arguments are invalid
@@ -102,9 +86,8 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         if call.is_on_gpu:
             from flashlight_py.tape.graphs import Graphs  # needs the NCCL binding
 
-            graphs = Graphs(self.__wrapped__, self._state)
-            self.slow = functools.partial(self._run_on_gpu, graphs)
-            return self.slow(args, call.options)
+            self._graphs, self.slow = Graphs(self.__wrapped__, self._state), self._run_on_gpu
+            return self.slow(args, options)
         for program in (*self.programs, *self._unchecked):
             if program.signature == call.state.signature:
                 program.stamp = stamp
@@ -112,7 +95,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
                 is_tried = program in self._unchecked
                 return self._try(program, call) if is_tried else self(*args, **call.options)
         with CtrlC() as ctrl_c:
-            if StepRecording.only.acquire(blocking=False):
+            if Recording.only.acquire(blocking=False):
                 try:
                     self._tries += 1
                     if reason := self._changes.reason(call.state, self.replays):
@@ -127,24 +110,19 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
                         changed()  # inner captured steps must not replay
                         return self._record(call, ctrl_c)
                 finally:
-                    StepRecording.only.release()
+                    Recording.only.release()
         return self._run_eagerly(args, options)
 
-    def _run_on_gpu(
-        self, graphs: Any, args: tuple[Any, ...], options: dict[str, Any] | None
-    ) -> Any:
-        options = options or {}
+    def _run_on_gpu(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
+        options, graphs, before = options or {}, self._graphs, self._graphs.replays
         if self.reason or thread_state.recorder is not None:
             return self._run_eagerly(args, options)
-        before = graphs.replays
-        if self.check and before < _CHECKED:
+        if is_checked := self.check and before < _CHECKED:
             call = _Call(self.__wrapped__, self._state, args, options, self._homes)
             saved = call.saved()
-            result = graphs(args, options)
-            if graphs.replays > before:
-                self._compare(call, saved, result)
-        else:
-            result = graphs(args, options)
+        result = graphs(args, options)
+        if is_checked and graphs.replays > before:
+            self._compare(call, saved, result)
         self.replays = graphs.replays
         if graphs.reason:
             self._stay_eager(graphs.reason)
@@ -221,8 +199,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
 
     def _stay_eager(self, reason: str) -> None:
         self.reason, self.programs = reason, []
-        text = f"capture: {self._name} stays eager: {reason}"
-        warnings.warn(text, RuntimeWarning, stacklevel=user_frame()[1])
+        warn(f"capture: {self._name} stays eager: {reason}")
 
 
 class _Call:
@@ -242,8 +219,8 @@ class _Call:
         arguments = [(Field(x, "data", "argument"), x.data) for x in self._variables]
         self._before = [*self.state.held, *arguments]
         self._grads = {variable: variable.grad for variable in self.state.variables}
-        held = plain_arrays((*self.arrays, *[value for _, value in self._before]))
-        self.is_on_gpu = any(map(is_cupy, held))
+        self._existing = plain_arrays(*[value for _, value in self._before], *self.arrays)
+        self.is_on_gpu = any(map(is_cupy, self._existing))
         self._moved: dict[int, Any] = {}  # key: id of an old array or tuple of arrays
         # By the id of an object: the object, which is kept alive, and its stand-in.
         self._stand_ins: dict[int, tuple[Any, Any]] = {}
@@ -251,10 +228,10 @@ class _Call:
         self._result: Any = None
 
     @functools.cached_property
-    def recording(self) -> StepRecording:
-        existing = plain_arrays((*[value for _, value in self._before], *self.arrays))
-        names = {id(value): format_path(field.path) for field, value in self._before}
-        return StepRecording(existing, self._swap, [*self.state.variables, *self._variables], names)
+    def recording(self) -> Recording:
+        names = {id(value): field.text for field, value in self._before}
+        variables = [*self.state.variables, *self._variables]
+        return Recording(self._existing, self._swap, variables, names)
 
     def saved(self, result: Any = None) -> State:
         others = {"what it returns": result, "an argument": self.arrays}
@@ -262,8 +239,8 @@ class _Call:
 
     def is_apart(self) -> bool:
         """Return whether no argument array shares memory with another argument or the state."""
-        arguments = plain_arrays((*self.arrays,))
-        held = plain_arrays(tuple([value for _, value in self.state.held]))
+        arguments = plain_arrays(*self.arrays)
+        held = plain_arrays(*[value for _, value in self.state.held])
         pairs = chain(combinations(arguments, 2), product(arguments, held))
         return not any(starmap(np.may_share_memory, pairs))
 
@@ -277,6 +254,7 @@ class _Call:
             return "it names variables on the CPU, and arrays of a GPU"
         for number, (value, array) in enumerate(zip(self.values, self.arrays, strict=True)):
             is_variable, kind = isinstance(value, Variable), cast(Any, type(value))
+            is_compared = array is None and kind.__eq__ is not object.__eq__
             if self.is_on_gpu and type(array) is np.ndarray:
                 problem = "an array of the CPU, and others are on a GPU"
             elif array is not None and not self.is_on_gpu and not are_numbers(array):
@@ -285,11 +263,7 @@ class _Call:
                 problem = "a variable with a gradient"
             elif array is None and not _is_hashable(value):
                 problem = f"an object of type {kind.__name__}"
-            elif (
-                array is None
-                and kind.__eq__ is not object.__eq__
-                and plain_arrays(tuple([part for *_, part in parts(value)]))
-            ):
+            elif is_compared and plain_arrays(*[part for *_, part in parts(value)]):
                 problem = "compared by value, and has arrays that may be others"
             else:
                 continue
@@ -298,18 +272,15 @@ class _Call:
 
     def record(self, ctrl_c: CtrlC) -> None:
         recording = self.recording
-        stand_ins = list(map(self._stand_in, self.values))
-        args, named = stand_ins[: len(self.args)], stand_ins[len(self.args) :]
-        options = dict(zip(self.options, named, strict=True))
+        args = list(map(self._stand_in, self.args))
+        options = {name: self._stand_in(value) for name, value in self.options.items()}
         with ExitStack() as stack:
             recording.begin(stack)
             self._result = ctrl_c.let_in(self.step, *args, **options)
         after = State(self.step, self._roots)
-        before, now = self.state.numbers, after.numbers
-        changed = [one[0] for one in now if one not in before] if now != before else []
         self._settle(after)
-        for path in changed + self.state.changed():
-            self._leave(f"it changes {format_path(path)}, which no replay does,", INSTEAD)
+        for reason in self.state.changes(after):
+            self._leave(*reason)
         after = State(self.step, self._roots) if self._moved else after
         self.stamp = after.signature, int(count[0])
 
@@ -347,7 +318,7 @@ class _Call:
             made += (arrays := plain_arrays(value))
             if any(map(recording.is_made, arrays)) and not isinstance(field.holder, list):
                 self._leave(
-                    f"it puts a new array into {format_path(field.path)}",
+                    f"it puts a new array into {field.text}",
                     "create the array before the call, and write into it",
                 )
         changed = [
@@ -366,13 +337,12 @@ class _Call:
             stays = stays and (now.shape, now.dtype) == (before.shape, before.dtype)
             is_alone = held[id(before)] == put[id(now)] == 1
             if field.slot == "buffer" or not (stays and is_alone):
-                recording.leave(f"{format_path(field.path)} is replaced; write into it instead")
+                recording.leave(f"{field.text} is replaced; write into it instead")
             elif any(np.may_share_memory(x, before) for x in arrays_of(self._result)):
-                path = format_path(field.path)
-                recording.leave(f"it returns the old array of {path}, which it replaces")
+                recording.leave(f"it returns the old array of {field.text}, which it replaces")
         if recording.left:
             return
-        homes: dict[int, Array] = {}
+        homes: dict[int, Any] = {}
         for _, before, now in new:
             # All recordings use ``home``, because the user may keep the array of this run.
             home = self._homes.get(id(before))
@@ -395,7 +365,14 @@ class _Call:
 
     def released(self) -> Any:
         """Return the result of the step, and replace all stand-ins by their arrays."""
-        result, self._result = unwrap_result(self._result), None
+
+        def represented(value: Any) -> Any:
+            data: Any = value.data if type(value) is Variable else None
+            if isinstance(data, Recorded):
+                value.data = np.array(data.plain)
+            return array_or_number(value)
+
+        result, self._result = map_items(self._result, represented), None
         self._stand_ins.clear()
         stand_ins = [x for ref in self.recording.stand_ins if (x := ref()) is not None]
         replace_all(stand_ins, self._stood_for)
@@ -407,11 +384,8 @@ class _Call:
         memory = Memory(recording, self.arrays)
         kept: list[Any] = []
         bindings, returned = [], arrays_of(self._result)
-        reads = []  # gradients that the step reads before it sets them
         for variable, before in self._grads.items():
             home = now = variable.grad
-            if variable in recording.grads_read:
-                reads.append((variable, before))
             if now is not None and now is not before:
                 if any(np.may_share_memory(now, x) for x in returned):
                     home = variable.grad = now.copy(order="K")  # replays overwrite it
@@ -423,7 +397,7 @@ class _Call:
             if is_set or (now is not None and overlaps(memory.changed, now)):
                 bindings.append((variable, home))
         builder = Builder(memory, self.values, kept, self._result, forget)
-        arrays = plain_arrays(tuple([moved.get(id(value), value) for _, value in self._before]))
+        arrays = plain_arrays(*[moved.get(id(value), value) for _, value in self._before])
         used = {id(x): x for x in arrays if overlaps(memory.touched, x)}
         names = [
             x.described(moved.get(id(value), value))
@@ -432,6 +406,8 @@ class _Call:
             if not (isinstance(value, Variable) and value.node)
             or overlaps(memory.touched, value.data)
         ]
+        # Gradients that the step reads before it sets them.
+        reads = [item for item in self._grads.items() if item[0] in recording.grads_read]
         state = tuple(used.values()), tuple(names), reads
         return builder.describe(tuple(self.options), state, bindings)
 

@@ -196,8 +196,10 @@ if __name__ == "__main__":
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("library", "position"), [("gevent", "greenlet"), ("eventlet", "main")])
+@pytest.mark.parametrize(
+    ("library", "position"),
+    [("gevent", "main"), *slow(("gevent", "greenlet"), ("eventlet", "main"))],
+)
 def test_patched_process_starts_plain_processes(
     tmp_path: Path, library: str, position: str
 ) -> None:

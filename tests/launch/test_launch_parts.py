@@ -22,7 +22,6 @@ from flashlight_py.launch.ranks import Slot, remaining_counts, slots_of
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (0, "exited with code 0"),
         (3, "exited with code 3"),
         (-signal.SIGKILL, "was killed by SIGKILL (out of memory? see the kernel's log)"),
         (-signal.SIGSEGV, "was killed by SIGSEGV"),

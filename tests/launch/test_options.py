@@ -75,7 +75,6 @@ def test_read_options_accepts_host_options_of_mpirun() -> None:
         (["-n", "0", "x"], "nproc_per_node: expected an integer of at least 1, got '0'"),
         (["-n", "1000000", "x"], "ranks in a job, got 1000000"),
         (["-n", "100000", "x"], "processes on this host, which has"),
-        (["-n", "2", "--min-n", "1000000", "x"], "--min-n: expected 1 to 2"),
         (["--hosts", "a:1000000", "x"], "ranks in a job, got 1000000"),
         (["--hosts", "a,", "x"], "--hosts: expected NAME or NAME:RANKS"),
         (["--hosts=-oX,b", "x"], "--hosts: expected NAME or NAME:RANKS"),

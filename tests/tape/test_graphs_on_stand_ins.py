@@ -79,7 +79,7 @@ def test_strided_argument_is_copied_elementwise(driver: StandInDriver) -> None:
     captured(every_second)
     captured(gpu(np.arange(10.0, 18.0))[::2])
     assert captured.replays == 2
-    (graph,) = captured.slow.args[0]._graphs
+    (graph,) = captured._graphs._graphs
     assert graph.inputs[0].get().tolist() == [10.0, 12.0, 14.0, 16.0]
     assert every_second.get().tolist() == [0.0, 2.0, 4.0, 6.0]
 

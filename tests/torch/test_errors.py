@@ -15,12 +15,10 @@ def test_mismatched_tensors_raise_on_every_rank(torch_ranks: Any) -> None:
     assert {*others[0]} == {*first}
 
 
-slow = pytest.mark.slow
-WAYS = ["then", "recv", "backward"]
-WAYS += [pytest.param(name, marks=slow) for name in ("all_reduce", "wait", "barrier")]  # type: ignore[misc]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("all_reduce", "wait", "barrier")]
 
 
-@pytest.mark.parametrize("end_kind", WAYS)
+@pytest.mark.parametrize("end_kind", ["then", "recv", "backward", *SLOW])
 def test_killed_rank_is_named(torch_ranks: Any, end_kind: str) -> None:
     outcomes = torch_ranks.outcomes("errors.one_ends", 3, end_kind, False)
     assert outcomes.pop(1)["exitcode"] == -9

@@ -140,7 +140,7 @@ class OverlapCheck:
         ``writes``: the verb fills ``array``. ``beside``: index of an array that may be overlapped.
         """
         index, self._count = self._count, self._count + 1
-        start, end = _bounds(array)
+        start, end = bounds(array)
         if start == end:
             return
         arrays = self._arrays
@@ -163,7 +163,7 @@ class OverlapCheck:
         return f"out[{index}]" if index < self._outs else f"x[{index - self._outs}]"
 
 
-def _bounds(array: Array) -> tuple[int, int]:
+def bounds(array: Array) -> tuple[int, int]:
     if type(array) is np.ndarray:
         return _numpy_bounds(array)
     start = int(array.data.ptr if is_cupy(array) else array.ctypes.data)  # type: ignore[attr-defined]
