@@ -42,7 +42,6 @@ from flashlight_py.distributed.reducers.host_memory import (
     wait_for_ranks,
 )
 from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_buckets, reduce_all
-from flashlight_py.distributed.rendezvous.environment import detect
 from flashlight_py.distributed.rendezvous.secret import REMEDY as SECRET_REMEDY
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.store import (

@@ -12,7 +12,6 @@ import itertools
 import os
 import signal
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
@@ -24,11 +23,12 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 import flashlight_py as fl
-from flashlight_py.distributed.internal import abort, detect
+from flashlight_py.distributed.internal import abort
 from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.testing.ranks import ForkServer, Outcome, Ranks, RankStuckError
 
 NAME = "flashlight-ranks"  # of the plugin
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 NUMBER = "number_of_ranks"  # parameter of tests with the mark ranks([1, 2])
 START_SECONDS = 60.0  # also for the teardown of fixtures at the end
 GRACE_SECONDS = 1.0  # for the other ranks after a failure
@@ -41,12 +41,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("debugconfig").addoption("--pdb-rank", type=int, default=0, help=text)
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     text = "ranks(n, timeout=60, fresh=False): run on n ranks, or on each number of ranks in a list"
     config.addinivalue_line("markers", f"{text}; timeout: seconds; fresh: in new processes")
-    launch = detect()
-    of_mpi = launch is not None and launch.launcher in ("openmpi", "mvapich", "pmi")
+    of_mpi = any(int(os.environ.get(name, "1")) > 1 for name in MPI_SIZES)
     config.pluginmanager.register((MpiRanks if of_mpi else ForkedRanks)(config), NAME)
 
 
@@ -106,15 +104,24 @@ class ForkedRanks:
         self.config = config
         self.rank: int | None = None  # None in the process that reports
         self.worlds: dict[int, Ranks] = {}
+        self.following: dict[str, str] = {}  # the next test of the same ranks
+        self.size = 0  # of the world that this rank has joined
         self.server: ForkServer | None = None
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.session, self.items = session, {item.nodeid: item for item in session.items}
         self.marks = {name: mark for name, item in self.items.items() if (mark := Mark.of(item))}
+        if not self.marks or self.config.option.collectonly:
+            return
+        if self.config.pluginmanager.hasplugin("timeout"):  # its limit would end this process
+            for name in self.marks:
+                self.items[name].add_marker(pytest.mark.timeout(0), append=False)
         self.folders = self.config._tmp_path_factory  # type: ignore[attr-defined]
         self.new_folder = self.folders.mktemp
-        if self.marks and not self.config.option.collectonly:
-            self.connect()
+        kept = [(mark.n, name) for name, mark in self.marks.items() if not mark.fresh]
+        for n in {n for n, _ in kept}:
+            self.following |= itertools.pairwise(name for number, name in kept if number == n)
+        self.connect()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Any:
@@ -131,19 +138,21 @@ class ForkedRanks:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-        if self.rank is not None and call.excinfo is not None:
-            # End the traceback at the call of this package, unless all frames are inside it.
-            frames = call.excinfo.traceback.cut(excludepath=PACKAGE)
-            call.excinfo.traceback = frames.filter(
+        if self.rank is None:
+            return (yield)
+        error = call.excinfo
+        if error is not None and not self.config.option.fulltrace:
+            # The traceback ends at the call of a verb.
+            error.traceback = error.traceback.filter(
                 lambda entry: PACKAGE not in Path(entry.path).parents
             )
         report = yield
-        if self.rank is not None and report.failed and call.excinfo is not None:
-            abort.report(call.excinfo.value)  # the other ranks raise PeerLostError at once
-            failure = Failure.of_exception(call.excinfo.value, time.monotonic())
-            lines = [
-                entry.lineno + 1 for entry in call.excinfo.traceback if entry.path == item.path
-            ]
+        if report.failed:
+            report.failure = Failure(str(report.longrepr), time.monotonic())
+        if report.failed and error is not None:
+            abort.report(error.value)  # the other ranks raise PeerLostError at once
+            failure = Failure.of_exception(error.value, time.monotonic())
+            lines = [entry.lineno + 1 for entry in error.traceback if entry.path == item.path]
             line = f"{item.path.name}:{lines[-1]} " if lines else ""
             report.failure = failure._replace(description=line + failure.description)
         return report
@@ -175,37 +184,34 @@ class ForkedRanks:
 
     def outcomes(self, name: str, mark: Mark) -> list[Outcome]:
         """Run the test on its ranks. After a failure, the next test has new ranks."""
+        folder = self.new_folder("ranks")
         ranks = None if mark.fresh else self.worlds.pop(mark.n, None)
-        if ranks is None:
-            ranks, outcomes = self.start(mark.n)
-            if any(outcome.failure for outcome in outcomes):
-                ranks.kill()
-                return outcomes
-        same = [key for key, m in self.marks.items() if (m.n, m.fresh) == (mark.n, False)]
-        following = dict(itertools.pairwise(same)).get(name)
+        ranks = ranks or self.start(mark.n, folder)
         limit = FOREVER if self.config.option.usepdb else mark.timeout
-        task = name, following, str(self.new_folder("ranks"))
-        outcomes = ranks.run(run_item, *task, timeout=limit, grace=min(limit, GRACE_SECONDS))
-        failed = any(outcome.failure or outcome.value.failed for outcome in outcomes)
-        if failed or mark.fresh:
-            self.end(ranks, failed)
-        else:
+        task = mark.n, name, self.following.get(name), folder
+        try:
+            outcomes = ranks.run(run_item, *task, timeout=limit, grace=min(limit, GRACE_SECONDS))
+            failed = any(outcome.failure or outcome.value.failed for outcome in outcomes)
+            if failed or mark.fresh:
+                self.end(ranks, failed)
+        except BaseException:
+            ranks.kill()
+            raise
+        if not failed and not mark.fresh:
             self.worlds[mark.n] = ranks
         return outcomes
 
-    def start(self, size: int) -> tuple[Ranks, list[Outcome]]:
+    def start(self, size: int, folder: Path) -> Ranks:
         assert self.server is not None
-        folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         option = self.config.option
-        shows = [
-            option.capture == "no" or (option.usepdb and option.pdb_rank == rank)
-            for rank in range(size)
-        ]
-        logs = [None if show else folder / f"output-{rank}" for rank, show in enumerate(shows)]
+        debugged = option.pdb_rank if option.usepdb else None
         env = {"FLASHLIGHT_TRACE_DIR": str(self.folders.getbasetemp()), **os.environ}
-        ranks = Ranks([self.server.start(k, env, log) for k, log in enumerate(logs)], folder)
-        task = join_world, size, str(folder / "rendezvous")
-        return ranks, ranks.run(*task, timeout=START_SECONDS, grace=START_SECONDS)
+        ranks = []
+        for rank in range(size):
+            shows = option.capture == "no" or rank == debugged
+            log = None if shows else folder / f"output-{rank}"
+            ranks.append(self.server.start(rank, env, log))
+        return Ranks(ranks)
 
     def end(self, ranks: Ranks, failed: bool = False) -> None:
         """Tear down the remaining fixtures, and let the ranks exit. If the last test ``failed``,
@@ -248,9 +254,14 @@ class ForkedRanks:
         capture.start_global_capturing()
         self.folders.mktemp = self.shared_folder
 
-    def run_here(self, rank: int, name: str, following: str | None, folder: str) -> Result:
+    def run_here(
+        self, rank: int, size: int, name: str, following: str | None, folder: Path
+    ) -> Result:
         """Run a test on this rank. Then tear down what the test ``following`` does not use."""
-        self.rank, self.folder, self.used = rank, Path(folder), Counter[str]()
+        if self.size != size:
+            join_world(rank, size, str(folder / "rendezvous"))
+            self.size = size
+        self.rank, self.folder, self.used = rank, folder, Counter[str]()
         self.warnings = list[Any]()
         if rank != self.config.option.pdb_rank and self.config.pluginmanager.hasplugin("pdbinvoke"):
             self.config.pluginmanager.unregister(name="pdbinvoke")
@@ -275,22 +286,18 @@ class MpiRanks(ForkedRanks):
     A test on fewer ranks uses the first ones. A test without the mark runs on rank 0.
     """
 
-    def __init__(self, config: pytest.Config) -> None:
-        super().__init__(config)
+    def connect(self) -> None:
         from mpi4py import MPI
 
         self.world: Any = MPI.COMM_WORLD
         self.comms = {self.world.size: self.world}
-        self.size = 0  # number of ranks that are in a world of flashlight_py
         self.stderr = os.dup(2)  # pytest replaces descriptor 2 during tests
         ForkedRanks.here = self
         if self.world.rank > 0:
-            config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
-
-    def connect(self) -> None:
+            self.config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
         if len(set(map(tuple, self.world.allgather(list(self.items))))) > 1:
             raise pytest.UsageError(
-                f"expected the same tests on all {self.world.size} ranks of MPI, got different ones "
+                f"expected the same tests on all {self.world.size} ranks of MPI, got other ones "
                 f"on rank {self.world.rank}. Select and order them without randomness"
             )
         for name, item in self.items.items():
@@ -311,19 +318,17 @@ class MpiRanks(ForkedRanks):
 
     def outcomes(self, name: str, mark: Mark) -> list[Outcome]:
         rank, n = self.world.rank, mark.n
-        folder = self.world.bcast(str(self.new_folder("ranks")) if rank == 0 else None)
+        folder = self.world.bcast(self.new_folder("ranks") if rank == 0 else None)
         if n not in self.comms:
             self.comms[n] = self.world.Split(int(rank >= n), rank)
         if self.size != n:
             self.leave()
-            if rank < n:
-                join_world(rank, n, f"{folder}/rendezvous")
-            self.size = n
         outcome = None
         if rank < n:
             with limited(rank, mark.timeout, self.stderr):
-                outcome = Outcome(rank, self.run_here(rank, name, None, folder))
+                outcome = Outcome(rank, self.run_here(rank, n, name, None, folder))
             self.rank = None
+        self.size = n
         outcomes: list[Any] = self.world.allgather(outcome)[:n]
         if any(one.value.failed for one in outcomes):
             self.leave()
@@ -385,20 +390,19 @@ def report_of(item: pytest.Item, failure: Failure) -> Any:
 
 def join(reports: dict[int, Any], size: int) -> Any:
     """Return the report of the rank that failed first, with a line for each other failure."""
-    failed = {rank: report for rank, report in reports.items() if report.failed}
+    # pytest-xdist could not send the attribute.
+    failures = {k: report.__dict__.pop("failure") for k, report in reports.items() if report.failed}
     # A test that fails as expected on one rank fails as expected.
-    strict = all("XPASS(strict)" in str(report.longrepr) for report in failed.values())
-    if strict and (passed := [r for r in reports.values() if not r.failed or len(failed) == size]):
-        return min(passed, key=lambda report: report.passed)
-    failures = {rank: report.failure for rank, report in failed.items()}
-    first = first_cause(failures.items())[0]
-    report = failed[first]
-    del report.failure  # pytest-xdist could not send it
+    unexpected = {k for k, f in failures.items() if not f.description.startswith("[XPASS(strict)]")}
+    if not unexpected:
+        return min(reports.values(), key=lambda report: (report.failed, report.passed))
+    first = first_cause((k, failures[k]) for k in unexpected)[0]
+    report = reports[first]
     if crash := getattr(report.longrepr, "reprcrash", None):
         crash.message = f"rank {first}: {crash.message}"
     else:
         report.longrepr = f"rank {first} of {size} {report.longrepr}"
-    others = [f"rank {k}: {other.description}" for k, other in failures.items() if k != first]
-    heading = f"rank {first} of {size} failed first" if others else f"rank {first} of {size} failed"
+    others = [f"rank {k}: {failures[k].description}" for k in failures if k != first]
+    heading = f"rank {first} of {size} failed" + " first" * bool(others)
     report.sections.insert(0, (heading, "\n".join(others)))
     return report

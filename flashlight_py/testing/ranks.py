@@ -14,14 +14,13 @@ import gc
 import os
 import pickle
 import resource
-import shutil
 import signal
 import socket
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -193,14 +192,11 @@ def run_tasks(link: Connection, rank: int) -> None:
 
 
 class Ranks:
-    """A world of ``ranks``, which use the private ``folder``.
+    """A world of ``ranks``. ``groups`` are the process groups that end with it."""
 
-    ``groups`` are process groups of a launcher, which end with the ranks.
-    """
-
-    def __init__(self, ranks: Sequence[Rank], folder: Path, groups: Iterable[int] = ()) -> None:
-        self._ranks, self._folder = ranks, folder
-        self.groups = {*groups, *(rank.pid for rank in ranks)}
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self._ranks = ranks
+        self.groups = {rank.pid for rank in ranks}
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float, grace: float
@@ -257,11 +253,11 @@ class Ranks:
         return codes
 
     def kill(self) -> None:
-        """Kill the process groups of all ranks and remove their files."""
-        for target in (*(-group for group in self.groups), *(rank.pid for rank in self._ranks)):
+        """Kill the process groups of all ranks, and wait for the ends of the ranks."""
+        running = [rank.pid for rank in self._ranks if rank.wait(0.0) is None]
+        for target in (*(-group for group in self.groups), *running):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(target, signal.SIGKILL)
         for rank in self._ranks:
             rank.wait()
             rank.link.close()
-        shutil.rmtree(self._folder)

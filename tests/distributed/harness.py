@@ -121,15 +121,17 @@ class Outcome:
         died_by_signal = self.exit_code is not None and self.exit_code < 0
         return signal.Signals(-self.exit_code) if died_by_signal else None  # type: ignore[operator]
 
-    def report(self) -> str:
-        """Return the description, the traceback and the output of the rank."""
-        manner = {
-            "returned": "returned",
+    def describe(self) -> str:
+        texts = {
             "raised": f"raised {self.error_type}: {self.message}",
             "exited": f"its process {self.message}",
             "stuck": f"did not answer before the deadline and was stopped {self.message}",
         }
-        parts = [f"--- rank {self.rank}: {manner[self.kind]}", self.traceback.rstrip()]
+        return texts.get(self.kind, self.kind)
+
+    def report(self) -> str:
+        """Return the description, the traceback and the output of the rank."""
+        parts = [f"--- rank {self.rank}: {self.describe()}", self.traceback.rstrip()]
         if self.stderr.strip():
             parts.append(f"[rank {self.rank}, end of its output]\n{self.stderr.rstrip()}")
         return "\n".join(part for part in parts if part)
@@ -246,11 +248,13 @@ class RankPool:
         """Shut the world down. Raises ``RanksFailedError`` if a rank does not end properly."""
         if self._world is None:
             return
-        world, self._world = self._world, None
-        left = world.run(_leave, self.world["init"], timeout=START_DEADLINE, grace=GRACE)
-        codes = world.close(START_DEADLINE)
+        try:
+            left = self._world.run(_leave, self.world["init"], timeout=START_DEADLINE, grace=GRACE)
+            codes = self._world.close(START_DEADLINE)
+        finally:
+            self.kill()
         if any(outcome.failure for outcome in left) or any(codes):
-            outcomes = [Outcome.of(o) for o in left]
+            outcomes = [Outcome.of(outcome) for outcome in left]
             raise RanksFailedError(f"distributed_shutdown, with exit codes {codes},", outcomes)
 
     def kill(self) -> None:
@@ -258,6 +262,7 @@ class RankPool:
         if self._world is not None:
             self._world.kill()
             self._world = None
+            self._folder.cleanup()
 
     def _execute(
         self, fn: Callable[..., Any], args: tuple[Any, ...], deadline: float, grace: float
@@ -281,10 +286,11 @@ class RankPool:
     def _started(self) -> testing.Ranks:
         if self._world is None:
             hosts = self.world["hosts"]
-            folder = tempfile.mkdtemp(prefix="ranks-", dir=hosts[0].shared if hosts else None)
-            self._world = self._start(Path(folder))
+            shared = hosts[0].shared if hosts else None
+            self._folder = tempfile.TemporaryDirectory(prefix="ranks-", dir=shared)
+            self._world = self._start(Path(self._folder.name))
             _living.add(self)
-            task = self.world["init"], dict(self.world["params"] or {}), folder
+            task = self.world["init"], dict(self.world["params"] or {}), self._folder.name
             outcomes = self._run(self._world, _initialise, task, START_DEADLINE, START_DEADLINE)
             if not all(outcome.ok for outcome in outcomes):
                 raise RanksFailedError("distributed_init", outcomes)
@@ -296,7 +302,7 @@ class RankPool:
             return launched.start(self.size, envs, folder, hosts, START_DEADLINE)
         logs = [folder / f"output-{rank}" for rank in range(self.size)]
         every = [(rank, {**os.environ, **envs[rank]}, logs[rank]) for rank in range(self.size)]
-        return testing.Ranks([start_server().start(*one) for one in every], folder)
+        return testing.Ranks([start_server().start(*one) for one in every])
 
     def _environment(self, rank: int) -> dict[str, str]:
         """Return the variables of a rank that this process may not have."""

@@ -90,7 +90,7 @@ def start(
                 else:
                     launcher = subprocess.Popen([*mpirun_command(size), *program, "-1"], **options)
             ranks += [LaunchedRank(launcher, log) for _ in range(1 if hosts else size)]
-        world, ends = Ranks(ranks, folder), time.monotonic() + seconds
+        world, ends = Ranks(ranks), time.monotonic() + seconds
         for _ in range(size):
             if not _admit(door, world, ranks, ends):
                 output_text = "".join(rank.log.read_text() for rank in ranks[: len(hosts or [1])])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.autograd import Variable, gradcheck, param
 from flashlight_py.autograd import functions as F
-from flashlight_py.autograd import gradcheck, param
 from flashlight_py.autograd.functions import convolution
 from flashlight_py.nn import Conv2D, Linear, Module, Pool2D, ReLU, Sequential, Upsample, View
 from tests.nn.oracle import Oracle, weights_of
@@ -63,6 +63,11 @@ TOLERANCES: dict[str, Any] = {
     "float32": {"rtol": 2e-4, "atol": 2e-4},
     "float16": {"rtol": 4e-3, "atol": 4e-3},
 }
+
+
+def convolved(variables: list[Variable], case: Conv) -> Variable:
+    x, weight, bias = variables
+    return F.conv2d(x, weight, bias, **case.options)
 
 
 @contextlib.contextmanager
@@ -119,8 +124,8 @@ def equals_torch(oracle: Oracle, code: str, function: Any, **arrays: np.ndarray)
 def test_convolution_equals_torch(case: Conv, oracle: Oracle) -> None:
     x, weight, bias = arrays_of(case)
     code = f"F.conv2d(x, weight, bias, **{case.options})"
-    function = lambda *variables: F.conv2d(*variables, **case.options)  # noqa: E731
-    equals_torch(oracle, code, function, x=x, weight=weight, bias=bias)
+    arrays = {"x": x, "weight": weight, "bias": bias}
+    equals_torch(oracle, code, lambda *variables: convolved([*variables], case), **arrays)
 
 
 @for_each("options torch_code", POOLS)

@@ -218,7 +218,7 @@ y = list(dict(Held().named_parameters()))
     @pytest.mark.parametrize("made_again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
     def test_module_search_cache_survives_reused_ids(self, made_again: Any) -> None:
         original = Free(items=[ReLU() for _ in range(101)])
-        for _ in range(50):
+        for _ in range(105):
             assert names_of(Free(items=["word"] * 101)) == []
             assert len(names_of(made_again(original))) == 101
 

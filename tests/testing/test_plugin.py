@@ -137,7 +137,7 @@ def session(
     (folder / "test_it.py").write_text(HEAD + text)
     (folder / "pytest.ini").touch()
     done = subprocess.run(
-        [*(launcher or []), sys.executable, "-m", "pytest", "-p", "no:timeout", *options],
+        [*(launcher or []), sys.executable, "-m", "pytest", *options],
         cwd=folder,
         input=answers,
         capture_output=True,
@@ -262,7 +262,7 @@ def test_ranks_of_mpirun_are_the_ranks_of_tests(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     output = session(tmp_path, text=MPI, launcher=mpirun_command(3))
     assert counts(output) == {"failed": 2, "passed": 4, "skipped": 1}, output
-    assert output.count("test session starts") == 1
+    assert output.count("passed") == 1
     assert "rank 1 of 2 failed first" in output
     assert "FAILED test_it.py::test_deadlock - rank 2: " in output
 
