@@ -129,6 +129,7 @@ def arm() -> None:
         memory_file._attempt = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_spawn_frees_shared_memory_if_a_rank_dies_while_mapping() -> None:
     with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 was killed by SIGKILL"):
         fl.spawn(fail_on_one, (Killer(),), nprocs=2, params={"BACKEND": "shm"})
@@ -220,6 +221,7 @@ def print_and_wait(rank: int) -> None:
     wait(rank)
 
 
+@pytest.mark.slow
 def test_spawn_kills_a_rank_that_ignores_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawning, "ENDING_SECONDS", 0.5)
     with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 raised ValueError"):
@@ -292,6 +294,7 @@ def be_told_at_the_end(rank: int) -> None:
     builtins.told = ToldToEnd()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_rank_main_ignores_sigterm_after_handlers_are_restored() -> None:
     assert fl.spawn(be_told_at_the_end, nprocs=1) == [None]
 
