@@ -30,7 +30,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("action", "code", "reported"),
     [
         ("raise ValueError('a bad batch')", 1, "raised ValueError: a bad batch"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
+        pytest.param(
+            *("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
+            marks=pytest.mark.slow,
+        ),
         # A child that keeps our pipes open, and a child in a session of its own.
         (
             "subprocess.Popen(['sleep', '60']); "
@@ -304,11 +307,9 @@ if restarts < int(sys.argv[1]):
 
 
 def test_max_restarts_limits_restarts_and_returns_the_last_exit_code(tmp_path: Path) -> None:
-    program = write(tmp_path, FAILING)
-    done = launch("-n", 2, "--max-restarts", 1, program, 1, code=0)
+    done = launch("-n", 2, "--max-restarts", 1, write(tmp_path, FAILING), 2, code=137)
     assert "[1] restart 1, 1 of 2, meets at 1" in done.stdout
     assert done.stderr.count("flrun: starting again with 2 rank(s)") == 1
-    done = launch("-n", 2, "--max-restarts", 1, program, 2, code=137)
     assert done.stderr.count("was killed by SIGKILL") == 2
 
 

@@ -152,7 +152,7 @@ def make_generator(rank: int) -> Any:
     ("make", "match"),
     [
         (make_generator, "raised TypeError: the result, of type generator, cannot be pickled"),
-        (make_trap, "cannot be unpickled"),
+        pytest.param(make_trap, "cannot be unpickled", marks=pytest.mark.slow),
     ],
 )
 def test_spawn_names_the_rank_of_an_unsuitable_result(make: Any, match: str) -> None:
@@ -210,6 +210,7 @@ class Full(io.StringIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.slow
 def test_spawn_ends_ranks_if_a_replaced_stdout_cannot_be_written() -> None:
     match = "spawn of print_and_wait: standard output cannot be written: No space left on device"
     with redirect_stdout(Full()), pytest.raises(OSError, match=match):
@@ -237,6 +238,7 @@ def fail_beside_a_deaf_rank(rank: int) -> None:
     wait(rank)
 
 
+@pytest.mark.slow
 def test_spawn_warns_if_a_rank_fails_after_its_result() -> None:
     with pytest.warns(
         RuntimeWarning, match=r"rank 1 of 2 exited with code 5 after it had ret"
