@@ -336,7 +336,7 @@ class MpiRanks(ForkedRanks):
 
     def leave(self) -> None:
         if self.world.rank < self.size:
-            with contextlib.suppress(fl.errors.PeerLostError):  # after a failure
+            with contextlib.suppress(fl.errors.DistributedError):  # after a failure
                 leave_world(self.world.rank)
         self.size = 0
 

@@ -53,6 +53,7 @@ def test_spawn_returns_results_of_all_ranks_in_order(monkeypatch: pytest.MonkeyP
     assert "OMP_NUM_THREADS" not in os.environ
 
 
+@pytest.mark.slow
 def test_spawned_ranks_print_complete_lines_to_inherited_output(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +109,7 @@ def leave_early(rank: int, queue: Any) -> int:
     return size
 
 
+@pytest.mark.slow
 def test_spawn_in_a_rank_creates_a_separate_world(pool: Any) -> None:
     assert pool(2).run(spawn_on_one) == [([10, 10], 1), (None, 1)]
 

@@ -14,12 +14,11 @@ from flashlight_py.autograd.graph import note_changes
 from flashlight_py.autograd.variable import record
 from flashlight_py.errors import DistributedError, MismatchError, PeerLostError
 from flashlight_py.parallel import gradient_pass
-from tests.distributed.conformance import World, on_ranks, ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 from tests.parallel.test_ways import reduced_by, replicated, sharded
 from tests.tables import for_each
 
-SLOW: list[World] = [("hierarchical", 4), ("mpi", 3)]
-ranks = ranks_in(("shm", 3), slow=[("gloo", 3), *SLOW])
+ranks = ranks_in(("shm", 3), slow=[("gloo", 3), ("hierarchical", 4), ("mpi", 3)])
 
 PLACES = "before all gradients", "amid them", "after all gradients"
 
@@ -106,7 +105,7 @@ IN_ALL_WAYS = pytest.mark.parametrize("kind", WAYS)
 
 
 @IN_ALL_WAYS
-@on_ranks(("gloo", 3), ("shm", 3), slow=SLOW)
+@on_ranks()
 def test_failed_pass_raises_on_all_ranks_and_training_continues(
     rank: int, size: int, kind: str
 ) -> None:
