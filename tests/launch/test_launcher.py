@@ -30,10 +30,6 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("action", "code", "reported"),
     [
         ("raise ValueError('a bad batch')", 1, "raised ValueError: a bad batch"),
-        pytest.param(
-            *("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
-            marks=pytest.mark.slow,
-        ),
         # A child that keeps our pipes open, and a child in a session of its own.
         (
             "subprocess.Popen(['sleep', '60']); "

@@ -109,16 +109,6 @@ def leave_early(rank: int, queue: Any) -> int:
     return size
 
 
-@pytest.mark.slow
-def test_spawn_in_a_rank_creates_a_separate_world(pool: Any) -> None:
-    assert pool(2).run(spawn_on_one) == [([10, 10], 1), (None, 1)]
-
-
-def spawn_on_one(rank: int, size: int) -> tuple[list[int] | None, int]:
-    inner = fl.spawn(total, (5,), nprocs=2) if rank == 0 else None
-    return inner, total(rank, rank)
-
-
 def total(rank: int, number: int) -> int:
     return int(fl.all_reduce(np.array([number]))[0])
 

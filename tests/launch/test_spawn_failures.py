@@ -275,14 +275,11 @@ def leave_after_lines(rank: int) -> None:
     leave_late(rank)
 
 
-@pytest.mark.parametrize(
-    "leave", [leave_after_lines, pytest.param(leave_late, marks=pytest.mark.slow)]
-)
 def test_rank_main_prints_nothing_if_sigterm_arrives_at_exit(
-    leave: Callable[[int], None], capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(fl.errors.RankFailedError, match="bad"):
-        fl.spawn(leave, nprocs=1)
+        fl.spawn(leave_after_lines, nprocs=1)
     assert capfd.readouterr().err == ""
 
 

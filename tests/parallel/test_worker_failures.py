@@ -140,8 +140,6 @@ def end(pid, worker):
     if sys.argv[1].startswith("kill"):
         os.kill(worker, signal.SIGSTOP)  # it cannot notice the end of the link
         os.kill(os.getpid(), signal.SIGKILL)
-    elif sys.argv[1] == "exit":
-        sys.exit()
     elif os.fork() == 0:
         try:
             model(rows(0, 0))
@@ -168,7 +166,6 @@ if __name__ == "__main__":
     "failure",
     [
         "kill after a first call in a thread",
-        pytest.param("exit", marks=pytest.mark.slow),
         pytest.param("fork", marks=pytest.mark.slow),
     ],
 )
