@@ -102,6 +102,11 @@ def failing(model: Net, rank: int, places: dict[int, str], kind: str) -> Iterato
 CASES = [{1: PLACES[0]}, {0: PLACES[1]}, {1: PLACES[2]}]
 CASES += [{0: PLACES[0], 1: PLACES[1]}, dict.fromkeys(range(8), PLACES[1])]
 IN_ALL_WAYS = pytest.mark.parametrize("kind", WAYS)
+FAST = "in the background", "collected", "sharded across hosts"
+IN_SOME_WAYS = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in WAYS],
+)
 
 
 @IN_ALL_WAYS
@@ -153,7 +158,7 @@ def test_failed_leaf_raises_on_all_ranks_and_training_continues(rank: int, size:
         assert results == expected
 
 
-@IN_ALL_WAYS
+@IN_SOME_WAYS
 @on_ranks()
 def test_rejected_gradient_at_the_end_of_a_pass_raises_on_all_ranks(
     rank: int, size: int, kind: str
@@ -171,7 +176,7 @@ def test_rejected_gradient_at_the_end_of_a_pass_raises_on_all_ranks(
     assert fl.all_reduce(np.ones(1))[0] == size
 
 
-@IN_ALL_WAYS
+@IN_SOME_WAYS
 @on_ranks()
 def test_changed_parameter_raises_on_all_ranks(rank: int, size: int, kind: str) -> None:
     """Rank 1 changes a parameter after its forward pass; gradients of an earlier pass exist."""
@@ -222,7 +227,7 @@ def test_failed_pass_of_two_modules_raises_its_exception(
     assert fl.all_reduce(np.ones(1))[0] == size
 
 
-@IN_ALL_WAYS
+@IN_SOME_WAYS
 @on_ranks()
 def test_error_of_another_group_fails_the_pass(rank: int, size: int, kind: str) -> None:
     """The error is reported in another group only, so the pass must report it in its group."""

@@ -47,7 +47,8 @@ def test_killed_worker_is_replaced_and_nothing_remains() -> None:
 
 
 @pytest.mark.usefixtures("ctrl_c_is_raised")
-@pytest.mark.parametrize("event", ["model", pytest.param("graph", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("event", ["model", "graph"])
+@pytest.mark.slow
 def test_ctrl_c_is_raised_while_workers_are_dropped(
     event: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
