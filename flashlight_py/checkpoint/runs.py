@@ -13,14 +13,7 @@ import numpy as np
 from flashlight_py import errors, random
 from flashlight_py.checkpoint.directory import Manifest, checkpoints_in, publish, read_checkpoint
 from flashlight_py.device import Array
-from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.internal import (
-    COMPOSED,
-    check_integer,
-    exchange_bytes,
-    group_or_world,
-    in_step,
-)
+from flashlight_py.distributed import ProcessGroup, internal
 from flashlight_py.parallel.agreement import differences
 from flashlight_py.parallel.leaf_sync import is_leaf_by_leaf
 from flashlight_py.safetensors import flatten_tree, from_bytes, pieces
@@ -64,7 +57,7 @@ class _Several:
 Part: TypeAlias = Stateful | Mapping[str, Stateful] | Sequence[Stateful]
 
 
-@in_step()
+@internal.in_step()
 def save(
     path: str | os.PathLike[str], module: Part | None = None, *, optimizer: Part | None = None,
     sampler: Part | None = None, schedule: Part | None = None, rng: Any = None, step: int = 0,
@@ -116,12 +109,12 @@ def save(
         >>> fl.load(folder, module=model).step
         10
     """
-    check_integer("save", "step", step)
-    check_integer("save", "keep", keep, least=1)
+    internal.check_integer("save", "step", step)
+    internal.check_integer("save", "keep", keep, least=1)
     passed = {"module": module, "optimizer": optimizer, "sampler": sampler, "schedule": schedule}
     parts = check_parts("save", rng, **passed)
     step = int(step)  # JSON accepts only Python's integers, not NumPy's
-    members = group_or_world(group)
+    members = internal.group_or_world(group)
     states: dict[str, Any] = {}
     numbers = np.empty(0, np.uint8)  # random states of this rank, encoded as safetensors
     settings = {"step": step, "parts": sorted(parts), "rng": bool(rng)}
@@ -168,7 +161,7 @@ class _IntactCheckpoint(NamedTuple):
     skipped: tuple[str, ...]
 
 
-@in_step()
+@internal.in_step()
 def load(
     path: str | os.PathLike[str], module: Part | None = None, *, optimizer: Part | None = None,
     sampler: Part | None = None, schedule: Part | None = None, rng: Any = None,
@@ -212,7 +205,7 @@ def load(
     """
     passed = {"module": module, "optimizer": optimizer, "sampler": sampler, "schedule": schedule}
     parts = check_parts("load", rng, **passed)
-    members = group_or_world(group)
+    members = internal.group_or_world(group)
     part_names = [*parts, *(["rng"] if rng else [])]
     Attempt("load", members).agree({"parts": part_names})
     intact: _IntactCheckpoint | None = None
@@ -356,9 +349,9 @@ class Attempt:
         before the timeout, the other ranks raise PeerLostError or CollectiveTimeoutError.
         """
         sent = json.dumps([self.failure, value]).encode()
-        call = next(call for call in COMPOSED if call.startswith(f"{self._operation}("))
+        call = next(call for call in internal.COMPOSED if call.startswith(f"{self._operation}("))
         try:
-            texts = exchange_bytes(self._group.backend(), sent, call)
+            texts = internal.exchange_bytes(self._group.backend(), sent, call)
         except (errors.PeerLostError, errors.CollectiveTimeoutError) as error:
             error.args = (f"{context_of(self._operation, self._group)}: in {call}: {error}",)
             raise

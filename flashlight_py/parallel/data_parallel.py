@@ -24,19 +24,7 @@ from flashlight_py.distributed.internal import (
     plan_buckets,
 )
 from flashlight_py.nn import Module
-from flashlight_py.parallel import agreement
-from flashlight_py.parallel.gradient_pass import (
-    GradientPass,
-    PassBucket,
-    drop_pass,
-    gradient_of,
-    install_pass,
-    reduce_used,
-    require_gradient_pass,
-    shared_zeros,
-    used_on_any_rank,
-    weigh_in_place,
-)
+from flashlight_py.parallel import agreement, gradient_pass
 from flashlight_py.parallel.leaf_sync import LeafSync
 from flashlight_py.parallel.synchronize import give_state, require_module
 from flashlight_py.structure import as_one, changed
@@ -147,9 +135,9 @@ def distribute_module_grads(
     members = group_or_world(group)
     checked = ["gradients must be finite (check_finite)"] if check_finite else []
     digests = agreement.check_modules_agree(named, members, with_values=True, also=checked)
-    drop_pass(module)
+    gradient_pass.drop_pass(module)
     buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
-    sync: GradientPass[Any]
+    sync: gradient_pass.GradientPass[Any]
     if leaves is not None:
         agreement.check_arithmetic("distribute_module_grads", leaves, members)
         random.generator()  # state_dict() contains only generators that were used
@@ -164,7 +152,7 @@ def distribute_module_grads(
     sync.ignored = ignored
     if check_finite and isinstance(sync, GradientSync):
         sync.checked = {param: name for name, param in named.items()}
-    install_pass(module, sync, before_forward if buffers and leaves is None else None)
+    gradient_pass.install_pass(module, sync, before_forward if buffers and leaves is None else None)
     agreement.warn_if_parameters_differ("distribute_module_grads", digests, members)
 
 
@@ -176,7 +164,7 @@ def _buffer_of(param: Variable) -> Array:
     return array_module(param.data).zeros(param.shape, param.dtype)  # type: ignore[no-any-return]
 
 
-class GradientBucket(PassBucket):
+class GradientBucket(gradient_pass.PassBucket):
     """Gradients that are sent as one array, ``flat``. Each gradient is a view into ``flat``."""
 
     def __init__(self, params: Sequence[Variable], flat: Array) -> None:
@@ -187,7 +175,7 @@ class GradientBucket(PassBucket):
             start += param.size
 
 
-class GradientSync(GradientPass[GradientBucket]):
+class GradientSync(gradient_pass.GradientPass[GradientBucket]):
     """A pass that gives complete buckets to ``reducer``, which sums them in place.
 
     ``flags`` are the last elements of the last bucket, one for each parameter: 1 if this rank used
@@ -220,10 +208,10 @@ class GradientSync(GradientPass[GradientBucket]):
                 home[...] = 0 if grad is None else grad
                 param.grad = home
         if self.checked is not None and not _is_finite(bucket.flat):
-            wrong = [p for p in bucket.params if not _is_finite(gradient_of(p))]
+            wrong = [p for p in bucket.params if not _is_finite(gradient_pass.gradient_of(p))]
             self._not_finite += [self.checked[param] for param in wrong]
         if weight != 1.0:
-            weigh_in_place(bucket.flat, weight)
+            gradient_pass.weigh_in_place(bucket.flat, weight)
         flags = self._flags
         if flags is not None and bucket is self._buckets[-1]:
             flags.fill(1)
@@ -240,10 +228,10 @@ class GradientSync(GradientPass[GradientBucket]):
             self._require_finite()
         flags: Any = self._flags
         if flags is None:
-            flags = used_on_any_rank(self._used_params(), self.reducer.group)
+            flags = gradient_pass.used_on_any_rank(self._used_params(), self.reducer.group)
         elif not self._unused:  # this rank used all parameters: all gradients are kept
             return
-        kept = _kept(flags, list(map(gradient_of, self._params)))
+        kept = _kept(flags, list(map(gradient_pass.gradient_of, self._params)))
         for param, is_kept in zip(self._params, kept, strict=True):
             if not is_kept:
                 param.grad = None
@@ -254,7 +242,7 @@ class GradientSync(GradientPass[GradientBucket]):
         wrong = bool(names) or not all(_is_finite(bucket.flat) for bucket in self._buckets)
         group = group_or_world(self.reducer.group)
         if self._flags is None:
-            (wrong,) = used_on_any_rank([wrong], group)
+            (wrong,) = gradient_pass.used_on_any_rank([wrong], group)
         if not wrong:
             return
         text = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
@@ -302,7 +290,7 @@ def _bucketed(
         if is_cupy(like):
             flat = array_module(like).zeros(room, like.dtype)
         else:  # shared memory, reduced without a copy
-            flat = shared_zeros(room, like.dtype, group)
+            flat = gradient_pass.shared_zeros(room, like.dtype, group)
         buckets.append(GradientBucket(bucket_params, flat))
     factor = 1.0 / group_or_world(group).size if scale is None else scale
     parts = [[p.grad_buffer for p in b.params if p.grad_buffer is not None] for b in buckets]
@@ -345,7 +333,7 @@ def _names(module: Module, ignore: Iterable[str | Variable]) -> frozenset[str]:
     return frozenset(ignored)
 
 
-def before_forward(sync: GradientPass[Any], module: Module) -> None:
+def before_forward(sync: gradient_pass.GradientPass[Any], module: Module) -> None:
     """Copy the buffers of rank 0 to all ranks at the start of a synchronised training pass."""
     sync.check("forward")
     if module.training and sync.enabled and sync.weigh is None:
@@ -362,7 +350,7 @@ def no_sync(module: Module) -> Iterator[None]:
     collective, but every rank must use it for the same passes. Raises ValueError if the module is
     not distributed, or was distributed with ``leaves``.
     """
-    sync = require_gradient_pass(module, "no_sync")
+    sync = gradient_pass.require_gradient_pass(module, "no_sync")
     before, sync.enabled = sync.enabled, False
     changed()
     try:
@@ -394,4 +382,4 @@ def all_reduce_gradients(
     """
     require_module(module)
     agreement.reject_sharded("all_reduce_gradients", module.params())
-    reduce_used([param for param in module.params() if param.calc_grad], scale, group)
+    gradient_pass.reduce_used([param for param in module.params() if param.calc_grad], scale, group)

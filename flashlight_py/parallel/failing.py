@@ -10,16 +10,7 @@ import sys
 from collections.abc import Iterable
 
 from flashlight_py.device import Array
-from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.internal import (
-    PASS_FAILED,
-    Call,
-    Verb,
-    abort,
-    reason_of,
-    reject_together,
-    wait_for_ranks,
-)
+from flashlight_py.distributed import ProcessGroup, internal
 from flashlight_py.errors import DistributedError, GroupClosedError, MismatchError
 
 _FAILED = "flashlight_py_failed"
@@ -38,27 +29,29 @@ def fail_pass(group: ProcessGroup, error: BaseException | None, sent: Iterable[A
     if error is None or group.size == 1:
         return False
     if not isinstance(error, Exception):
-        abort.report(error)
+        internal.abort.report(error)
         return False
     failed_groups = getattr(error, _FAILED, ())
     if group.journal.name in failed_groups:
         return True
     if group.journal.has_recorded(error):
         calls = error.calls if isinstance(error, MismatchError) and error.group_lives else ()
-        return any(call.startswith((_WORDS, PASS_FAILED)) for call in calls)
+        return any(call.startswith((_WORDS, internal.PASS_FAILED)) for call in calls)
     setattr(error, _FAILED, (*failed_groups, group.journal.name))
     with contextlib.suppress(GroupClosedError):  # the other ranks already know the reason
-        reject_together(group, "backward", arrays=sent, outcome="failed").reject(error)
+        internal.reject_together(group, "backward", arrays=sent, outcome="failed").reject(error)
     return True
 
 
-def refuse_message(group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None:
+def refuse_message(group: ProcessGroup, verb: internal.Verb, peer: int, tag: int) -> None:
     """Send the current exception to ``peer`` instead of the message for which ``peer`` waits."""
     error = sys.exc_info()[1]
     if isinstance(error, Exception):
         with contextlib.suppress(GroupClosedError):
-            words = f"{_WORDS} ({reason_of(error)})"
-            group.backend().start(Call(verb, peer=peer, tag=tag, blocking=False, refusal=words))
+            words = f"{_WORDS} ({internal.reason_of(error)})"
+            group.backend().start(
+                internal.Call(verb, peer=peer, tag=tag, blocking=False, refusal=words)
+            )
 
 
 def end_together(group: ProcessGroup) -> None:
@@ -69,7 +62,7 @@ def end_together(group: ProcessGroup) -> None:
     """
     while True:
         try:
-            wait_for_ranks(group, PASS_FAILED)
+            internal.wait_for_ranks(group, internal.PASS_FAILED)
         except MismatchError as error:
             if error.group_lives:
                 continue

@@ -5,15 +5,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
-from flashlight_py.distributed.internal import (
-    check_integer,
-    check_rank,
-    group_or_world,
-    in_step,
-    reduce_all,
-    reject_together,
-)
+from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast, internal
 from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.meter import Meter
 from flashlight_py.nn import Module
@@ -33,7 +25,7 @@ SomeTree = TypeVar("SomeTree")
 _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
-@in_step()
+@internal.in_step()
 def synchronize(tree: SomeTree, root: int = 0, *, group: ProcessGroup | None = None) -> SomeTree:
     """Set all arrays and numbers in ``tree`` to the values of rank ``root``.
 
@@ -75,7 +67,7 @@ def synchronize(tree: SomeTree, root: int = 0, *, group: ProcessGroup | None = N
     return synchronize_for("synchronize", "tree", tree, root, group)
 
 
-@in_step()
+@internal.in_step()
 def broadcast_parameters(
     module: Module, root: int = 0, *, group: ProcessGroup | None = None
 ) -> None:
@@ -106,7 +98,7 @@ def broadcast_parameters(
     synchronize_for("broadcast_parameters", "module", module, root, group)
 
 
-@in_step()
+@internal.in_step()
 def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) -> None:
     """Average every parameter over the ranks, in place, like ``allReduceParameters`` of flashlight.
 
@@ -125,10 +117,10 @@ def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) 
     """
     require_module(module)
     agreement.reject_sharded("all_reduce_parameters", module.params(), may_be_cut=True)
-    members = group_or_world(group)
+    members = internal.group_or_world(group)
     params = module.named_params()
     agreement.check_modules_agree(params, members)
-    reduce_all([param.data for param in params.values()], 1.0 / members.size, group)
+    internal.reduce_all([param.data for param in params.values()], 1.0 / members.size, group)
 
 
 class PeriodicAveraging(Structured):
@@ -158,15 +150,15 @@ class PeriodicAveraging(Structured):
         [False, True, False, True, False]
     """
 
-    @in_step()
+    @internal.in_step()
     def __init__(self, module: Module, every: int, *, group: ProcessGroup | None = None) -> None:
         require_module(module)
         agreement.reject_sharded("PeriodicAveraging", module.params(), may_be_cut=True)
-        self._every = check_integer("PeriodicAveraging", "every", every, least=1)
+        self._every = internal.check_integer("PeriodicAveraging", "every", every, least=1)
         self._module = module
         self._group = group
         self._steps = 0
-        members = group_or_world(group)
+        members = internal.group_or_world(group)
         agreement.check_modules_agree(module.named_params(), members)
         agreement.check_settings_agree("PeriodicAveraging", {"every": self._every}, members)
 
@@ -180,7 +172,7 @@ class PeriodicAveraging(Structured):
         if self._steps % self._every:
             return False
         arrays = [param.data for param in self._module.params()]
-        reduce_all(arrays, 1.0 / group_or_world(self._group).size, self._group)
+        internal.reduce_all(arrays, 1.0 / internal.group_or_world(self._group).size, self._group)
         return True
 
     def state_dict(self) -> dict[str, int]:
@@ -195,7 +187,7 @@ class PeriodicAveraging(Structured):
             TypeError: If the entry is not an integer.
             ValueError: If the entry is negative.
         """
-        self._steps = check_integer("PeriodicAveraging", "steps", state["steps"])
+        self._steps = internal.check_integer("PeriodicAveraging", "steps", state["steps"])
 
 
 # Plans of the buffers of modules, which are broadcast before each forward pass. Plans of other
@@ -218,7 +210,7 @@ def give_state(
                 _plans[module] = plan
         return plan
 
-    with reject_together(group_or_world(group), "synchronize", first=True):
+    with internal.reject_together(internal.group_or_world(group), "synchronize", first=True):
         values = synchronize_for("synchronize", "tree", dict(state), root, group, plan_of_state)
     for name, value in values.items():
         if value is not state[name]:  # a number: synchronize returned a new one
@@ -230,7 +222,7 @@ def require_module(module: object) -> None:
         raise TypeError(f"expected a flashlight_py.nn.Module, got {type(module).__name__}")
 
 
-@in_step()
+@internal.in_step()
 def sync_meter(meter: Meter, *, group: ProcessGroup | None = None) -> Any:
     """Return the value of ``meter`` over the data of all ranks.
 
@@ -256,8 +248,8 @@ def synchronize_for(
     walk: Callable[[object, bool], Plan] = plan_of,
 ) -> SomeTree:
     """Synchronize ``tree``. Errors contain ``verb`` (the function) and ``noun`` (the tree)."""
-    members = group_or_world(group)
-    root = check_rank(members.size, verb, "root", root)
+    members = internal.group_or_world(group)
+    root = internal.check_rank(members.size, verb, "root", root)
     where = f"[{verb}] rank {members.rank} of {members.size}"
     # The key order of dicts may differ between ranks. This is rare, so keys are sorted only if the
     # first walk gives different results.
@@ -288,7 +280,7 @@ def synchronize_for(
             break
     else:
         raise MismatchError(f"{where}: {_difference(noun, tree, root, members)}")
-    with reject_together(members, verb, outcome="failed"):
+    with internal.reject_together(members, verb, outcome="failed"):
         buffers = packed or _buffers_for(plan, number_bytes)
     for buffer in buffers.used:
         broadcast(buffer, root, group=members)

@@ -20,13 +20,8 @@ from flashlight_py.distributed import (
     is_distributed_init,
 )
 from flashlight_py.distributed.internal import EagerReducer, group_or_world, in_step, plan_buckets
+from flashlight_py.parallel import gradient_pass
 from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
-from flashlight_py.parallel.gradient_pass import (
-    GradientPass,
-    PassBucket,
-    shared_zeros,
-    weigh_in_place,
-)
 from flashlight_py.parallel.synchronize import synchronize
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.network import StateDict
@@ -218,7 +213,7 @@ class DDPSequential:
             all_reduce(array, op="avg", group=self.sync.reducer.group)
 
 
-class DeltaBucket(PassBucket):
+class DeltaBucket(gradient_pass.PassBucket):
     def __init__(self, bucket: ParameterBucket, layers: int) -> None:
         super().__init__((), layers)
         self.parameters = bucket
@@ -228,7 +223,7 @@ class DeltaBucket(PassBucket):
 # multiplies them in the same kernel on every rank, so the results have equal bits. The bound of a
 # step depends on the total number of samples. This number is the last element of the last bucket,
 # because a separate message would cost a small network one more round trip.
-class DeltaSync(GradientPass[DeltaBucket]):
+class DeltaSync(gradient_pass.GradientPass[DeltaBucket]):
     """Data-parallel backward pass: it adds parameter deltas over the ranks, bucket by bucket.
 
     A pass sets ``learnt`` of the network to the number of samples on all ranks. If ``average``,
@@ -257,7 +252,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         if not layers:
             raise ValueError("DDPSequential: expected a network with parameters, got no parameters")
         device, group = self._model.device, self.reducer.group
-        shared = functools.partial(shared_zeros, dtype=REAL, group=group)
+        shared = functools.partial(gradient_pass.shared_zeros, dtype=REAL, group=group)
         sums = shared if device == "cpu" else zeros_on(device)
         sizes = [2 * REAL.itemsize * (layer.num_weights + layer.num_biases) for layer in layers]
         planned = [[layers[i] for i in bucket] for bucket in plan_buckets(sizes, limit)]
@@ -325,7 +320,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
 
     def _send_bucket(self, bucket: DeltaBucket, weight: float) -> None:
         bucket.parameters.extra[...] = self._model.samples
-        weigh_in_place(bucket.parameters.sums, weight)
+        gradient_pass.weigh_in_place(bucket.parameters.sums, weight)
         self.reducer.add(bucket.parameters.sums)
 
     def _next_arrays(self) -> list[Array]:

@@ -85,10 +85,11 @@ class Mark(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The reports of the phases of a test on one rank, and its warnings; both can be pickled."""
+    """Reports of a test on one rank, its warnings, and a reason to end the session."""
 
     reports: list[dict[str, Any]]
     warnings: list[Any]
+    end: str = ""
 
     @property
     def failed(self) -> bool:
@@ -230,6 +231,8 @@ class ForkedRanks:
             if outcome.failure is not None:
                 phases["call"][outcome.rank] = report_of(item, outcome.failure)
                 continue
+            if outcome.value.end:
+                pytest.exit(outcome.value.end)
             for warning in outcome.value.warnings:
                 warnings.warn_explicit(*warning)
             for data in outcome.value.reports:
@@ -267,7 +270,10 @@ class ForkedRanks:
             self.config.pluginmanager.unregister(name="pdbinvoke")
         item, nextitem = self.items[name], self.items.get(following or "")
         self.session._setupstate.teardown_exact(item)  # another test may have been expected
-        item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        try:
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        except pytest.exit.Exception as error:  # such as the end of the debugger
+            return Result([], [], str(error))
         serialize = item.ihook.pytest_report_to_serializable
         reports = [serialize(config=self.config, report=report) for report in self.reports]
         return Result(reports, self.warnings)
@@ -309,8 +315,10 @@ class MpiRanks(ForkedRanks):
         self.folders.mktemp = self.shared_folder
 
     @pytest.hookimpl(trylast=True)  # after the report of the error
-    def pytest_internalerror(self) -> None:
+    def pytest_internalerror(self, excrepr: object) -> None:
         sys.stdout.flush()
+        if self.world.rank > 0:
+            os.write(self.stderr, f"rank {self.world.rank}:\n{excrepr}\n".encode())
         self.world.Abort(pytest.ExitCode.INTERNAL_ERROR)  # the other ranks wait for this one
 
     def comm_of(self, name: str) -> Any:
@@ -336,7 +344,7 @@ class MpiRanks(ForkedRanks):
 
     def leave(self) -> None:
         if self.world.rank < self.size:
-            with contextlib.suppress(fl.errors.PeerLostError):  # after a failure
+            with contextlib.suppress(fl.errors.DistributedError):  # after a failure
                 leave_world(self.world.rank)
         self.size = 0
 

@@ -254,7 +254,8 @@ class Ranks:
 
     def kill(self) -> None:
         """Kill the process groups of all ranks, and wait for the ends of the ranks."""
-        for target in (*(-group for group in self.groups), *(rank.pid for rank in self._ranks)):
+        running = [rank.pid for rank in self._ranks if rank.wait(0.0) is None]
+        for target in (*(-group for group in self.groups), *running):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(target, signal.SIGKILL)
         for rank in self._ranks:

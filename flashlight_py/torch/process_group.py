@@ -20,16 +20,7 @@ from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from flashlight_py import distributed as fl
-from flashlight_py.distributed import P2POp, ProcessGroup, Work
-from flashlight_py.distributed.internal import (
-    COLLECTIVE,
-    AllOf,
-    Call,
-    Done,
-    Then,
-    check_out_rows,
-    reject_together,
-)
+from flashlight_py.distributed import P2POp, ProcessGroup, Work, internal
 from flashlight_py.distributed.internal import verbs as v
 from flashlight_py.errors import DistributedError
 from flashlight_py.torch.tensors import (
@@ -167,7 +158,7 @@ def _then(work: Any, is_async: bool, finish: Callable[[], object]) -> Any:
         then.source = work.source
         finish()
 
-    then = Then(work, end)
+    then = internal.Then(work, end)
     return then
 
 
@@ -201,7 +192,7 @@ class FlashlightGroup(dist.ProcessGroup):
         self.ours, self._store, self._end, self._join = group, store, end, join
         self._limit = timedelta(seconds=seconds)
         self._futures = Futures()
-        self._done = Ended(Done(), (), self._futures)
+        self._done = Ended(internal.Done(), (), self._futures)
         self._coalesced: list[Work] | None = None
         self._others: dict[str, Any] = {}  # backends by device type
         self._name = self._description = ""
@@ -265,7 +256,7 @@ class FlashlightGroup(dist.ProcessGroup):
 
         if getattr(opts, "asyncOp", True):
             return _then(work, True, compare)
-        with reject_together(self.ours, v.ALL_TO_ALL):
+        with internal.reject_together(self.ours, v.ALL_TO_ALL):
             return compare()
 
     def send(self, tensors: Any, dst: int, tag: int) -> dist.Work:
@@ -397,9 +388,9 @@ class FlashlightGroup(dist.ProcessGroup):
             options = {"op": op, "scale": scale, "root": peer, "rows": rows, "async_op": is_async}
             work = self._packed(verb, x, out, shapes, options, tag)
         elif rows is not None and not is_async and work is not room:
-            check_out_rows(verb.name, room, len(work), self.ours.rank, self.ours.size)
+            internal.check_out_rows(verb.name, room, len(work), self.ours.rank, self.ours.size)
         if is_async and before is not None:
-            work = AllOf([before, work])
+            work = internal.AllOf([before, work])
         result: Any = x if out is None else out
         if parts:
             work = _then(work, is_async, lambda: copied(result, parts, back=True))
@@ -424,8 +415,8 @@ class FlashlightGroup(dist.ProcessGroup):
             if tensor is not None and self._backend_of(tensor.device) is not None:
                 raise ElsewhereError(tensor.device)
         kind: Any = verb.name
-        begun = [P2POp(kind, x, peer, tag)] if verb.is_message else [COLLECTIVE]
-        with reject_together(ours, verb, begun):
+        begun = [P2POp(kind, x, peer, tag)] if verb.is_message else [internal.COLLECTIVE]
+        with internal.reject_together(ours, verb, begun):
             if verb.reduces and x is not None and x.dtype not in CODES:
                 raise TypeError(f"{verb}: expected a numeric dtype, got {x.dtype}")
             packed = [
@@ -465,13 +456,13 @@ class FlashlightGroup(dist.ProcessGroup):
         if not getattr(opts, "asyncOp", True):
             return self._done
         tensors = [tensor for work in works for tensor in work.tensors]
-        return TensorWork(AllOf([work.work for work in works]), tensors, self._futures)
+        return TensorWork(internal.AllOf([work.work for work in works]), tensors, self._futures)
 
     def _require(self, verb: v.Verb, fits: bool, *tensors: Any) -> None:
         """Unless ``fits``, raise ValueError on this rank and MismatchError on the other ranks."""
         if fits:
             return
-        with reject_together(self.ours, verb):
+        with internal.reject_together(self.ours, verb):
             raise ValueError(
                 f"{verb}: expected tensors that fit {self.ours.size} ranks, got shapes "
                 f"{', '.join(str(_shapes(x)) for x in tensors)}"
@@ -482,7 +473,7 @@ class FlashlightGroup(dist.ProcessGroup):
         for tensor in alike:
             if not tensor.is_cpu and self._backend_of(tensor.device) is not None:
                 raise ElsewhereError(tensor.device)
-        with reject_together(self.ours, verb):
+        with internal.reject_together(self.ours, verb):
             return join_tensors(alike, tensors)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -490,7 +481,7 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         works, self._coalesced = self._coalesced or [], None
-        return TensorWork(AllOf(works), (), self._futures)
+        return TensorWork(internal.AllOf(works), (), self._futures)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         is_async, native = getattr(opts, "asyncOp", True), self.ours.fast.collective
@@ -500,7 +491,7 @@ class FlashlightGroup(dist.ProcessGroup):
         if seconds is None:
             work = native(v.BARRIER.code, None, None, None, None, 0, 0, is_async)
         if work is NotImplemented:
-            work = self.ours.run(Call(v.BARRIER, seconds=seconds, blocking=not is_async))
+            work = self.ours.run(internal.Call(v.BARRIER, seconds=seconds, blocking=not is_async))
         return TensorWork(work, (), self._futures) if is_async else self._done
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

@@ -19,20 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.distributed import ProcessGroup, get_world_rank
-from flashlight_py.distributed.internal import (
-    RECV,
-    SEND,
-    Backend,
-    Call,
-    Record,
-    exchange_bytes,
-    group_or_world,
-    host_identity,
-    in_step,
-    journal,
-    leave_to_python,
-)
+from flashlight_py.distributed import ProcessGroup, get_world_rank, internal
 from flashlight_py.errors import DistributedError
 from flashlight_py.trace.records import RankTimeline, recorded_call_text
 
@@ -50,11 +37,11 @@ class Profile:
         self, path: str | os.PathLike[str] = "trace.json", *, group: ProcessGroup | None = None
     ) -> None:
         self.path, self._group = Path(path), group
-        self._records: list[Record] = []
+        self._records: list[internal.Record] = []
         self._spans: list[tuple[str, int, int]] = []
         self._offset = 0
 
-    @in_step()
+    @internal.in_step()
     def start(self) -> None:
         """Start recording. Collective, blocking.
 
@@ -63,14 +50,14 @@ class Profile:
             ValueError: If this process is not in the group.
             DistributedError: As :func:`flashlight_py.all_reduce`.
         """
-        if journal.listener is not None:
+        if internal.journal.listener is not None:
             raise RuntimeError("profile: another profile is active. Call its stop() first")
         self._records, self._spans = [], []
-        self._offset = offset_to_rank_0(group_or_world(self._group).backend())
-        journal.listener = self._records.append
-        leave_to_python(1)
+        self._offset = offset_to_rank_0(internal.group_or_world(self._group).backend())
+        internal.journal.listener = self._records.append
+        internal.leave_to_python(1)
 
-    @in_step()
+    @internal.in_step()
     def stop(self) -> None:
         """Stop recording, and write the file on rank 0 of the group. Collective, blocking.
 
@@ -82,7 +69,7 @@ class Profile:
         """
         timeline = self._end()
         try:
-            timelines = group_or_world(self._group).gather_object(timeline)
+            timelines = internal.group_or_world(self._group).gather_object(timeline)
         except DistributedError as error:
             self._write_alone(timeline, str(error))
             return
@@ -99,10 +86,10 @@ class Profile:
             self._spans.append((name, started, time.monotonic_ns()))
 
     def _end(self) -> RankTimeline:
-        if journal.listener != self._records.append:
+        if internal.journal.listener != self._records.append:
             raise RuntimeError("profile: expected an active profile, got none. Call start() first")
-        journal.listener = None
-        leave_to_python(-1)
+        internal.journal.listener = None
+        internal.leave_to_python(-1)
         calls = [record.as_dict() for record in self._records]
         rank, host, now = get_world_rank(), socket.gethostname(), time.monotonic_ns()
         return RankTimeline(rank, host, os.getpid(), self._offset, now, calls, self._spans)
@@ -153,14 +140,14 @@ def profile(
     return Profile(path, group=group)
 
 
-def offset_to_rank_0(backend: Backend) -> int:
+def offset_to_rank_0(backend: internal.Backend) -> int:
     """Return rank 0's clock minus this rank's monotonic clock, in nanoseconds. Collective.
 
     The result is 0 on rank 0's host. A rank of another host asks rank 0 for its time. It assumes
     that rank 0 answers halfway through the exchange (F. Cristian, 1989). The error is at most half
     the duration of the exchange.
     """
-    identities = exchange_bytes(backend, host_identity().encode())
+    identities = internal.exchange_bytes(backend, internal.host_identity().encode())
     remote_ranks = [rank for rank in range(backend.size) if identities[rank] != identities[0]]
     if backend.rank in remote_ranks:
         return _measure_offset(backend)
@@ -170,23 +157,23 @@ def offset_to_rank_0(backend: Backend) -> int:
     return 0
 
 
-def _measure_offset(backend: Backend) -> int:
+def _measure_offset(backend: internal.Backend) -> int:
     message, measured = np.zeros(1, np.int64), []
     for _ in range(_ROUNDS):
         sent = time.monotonic_ns()
-        backend.start(Call(SEND, message, peer=0, tag=_TAG)).wait()
-        backend.start(Call(RECV, message, peer=0, tag=_TAG)).wait()
+        backend.start(internal.Call(internal.SEND, message, peer=0, tag=_TAG)).wait()
+        backend.start(internal.Call(internal.RECV, message, peer=0, tag=_TAG)).wait()
         received = time.monotonic_ns()
         measured.append((received - sent, int(message[0]) - (sent + received) // 2))
     return min(measured)[1]
 
 
-def _send_times(backend: Backend, rank: int) -> None:
+def _send_times(backend: internal.Backend, rank: int) -> None:
     message = np.zeros(1, np.int64)
     for _ in range(_ROUNDS):
-        backend.start(Call(RECV, message, peer=rank, tag=_TAG)).wait()
+        backend.start(internal.Call(internal.RECV, message, peer=rank, tag=_TAG)).wait()
         message[0] = time.monotonic_ns()
-        backend.start(Call(SEND, message, peer=rank, tag=_TAG)).wait()
+        backend.start(internal.Call(internal.SEND, message, peer=rank, tag=_TAG)).wait()
 
 
 FORMAT = "flashlight_py trace 1"

@@ -121,15 +121,17 @@ class Outcome:
         died_by_signal = self.exit_code is not None and self.exit_code < 0
         return signal.Signals(-self.exit_code) if died_by_signal else None  # type: ignore[operator]
 
-    def report(self) -> str:
-        """Return the description, the traceback and the output of the rank."""
-        manner = {
-            "returned": "returned",
+    def describe(self) -> str:
+        texts = {
             "raised": f"raised {self.error_type}: {self.message}",
             "exited": f"its process {self.message}",
             "stuck": f"did not answer before the deadline and was stopped {self.message}",
         }
-        parts = [f"--- rank {self.rank}: {manner[self.kind]}", self.traceback.rstrip()]
+        return texts.get(self.kind, self.kind)
+
+    def report(self) -> str:
+        """Return the description, the traceback and the output of the rank."""
+        parts = [f"--- rank {self.rank}: {self.describe()}", self.traceback.rstrip()]
         if self.stderr.strip():
             parts.append(f"[rank {self.rank}, end of its output]\n{self.stderr.rstrip()}")
         return "\n".join(part for part in parts if part)

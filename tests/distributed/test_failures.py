@@ -245,7 +245,7 @@ def test_barrier_uses_its_own_timeout(rank: int, size: int) -> None:
 def test_wait_reacts_to_ctrl_c(rank: int, size: int) -> None:
     fl.barrier()  # start of the timeouts of all ranks
     if rank == 1:
-        time.sleep(1.0)
+        time.sleep(1.2)
         # With Gloo the interrupted operation continues. In shared memory it ran on the interrupted
         # thread and cannot continue.
         with contextlib.suppress(fl.errors.PeerLostError):
@@ -256,7 +256,7 @@ def test_wait_reacts_to_ctrl_c(rank: int, size: int) -> None:
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         fl.all_reduce(np.zeros(3))
-    assert time.monotonic() - started < 0.8
+    assert time.monotonic() - started < 1.0
     with contextlib.suppress(fl.errors.GroupClosedError):
         fl.barrier()
 
@@ -274,7 +274,7 @@ def test_wait_can_be_repeated_after_its_timeout_and_releases_the_gil(rank: int, 
     thread = threading.Thread(target=tick)
     thread.start()
     if rank == 1:
-        time.sleep(0.4)
+        time.sleep(0.5)
     work = fl.all_reduce(x, async_op=True)
     if rank == 0:
         with pytest.raises(fl.errors.CollectiveTimeoutError, match="still running"):

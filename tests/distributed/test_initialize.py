@@ -88,6 +88,7 @@ def test_init_avoids_the_port_of_the_torchrun_agent(tmp_path: Path, has_one_host
     assert [path.name for path in tmp_path.iterdir()] == left
 
 
+@pytest.mark.slow
 def test_distributed_init_combines_variables_with_a_file(tmp_path: Path) -> None:
     got = finish(start_two("env", FLASHLIGHT_FILE=str(tmp_path / "meet")))
     assert set(got) == expected(2)

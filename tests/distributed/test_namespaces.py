@@ -162,7 +162,8 @@ def test_distributed_init_rejects_patched_ranks(tmp_path: Path, library: str, wh
     assert f"threads and sockets patched by {library}" in several.stderr
 
 
-@pytest.mark.parametrize("library", ["gevent", *slow("eventlet")])
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["gevent", "eventlet"])
 def test_ranks_patched_after_the_start_end_without_an_error(tmp_path: Path, library: str) -> None:
     several = end_of(tmp_path, PROGRAM, library, "started", launcher=[*LAUNCH, "-n", 2])
     assert sorted((several.stdout + several.stderr).splitlines()) == ["[0] 2", "[1] 2"]

@@ -86,10 +86,10 @@ def test_wrong_length_of_out_raises_on_its_rank_only(rank: int, size: int) -> No
 def test_connecting_gpus_uses_the_timeout_of_the_parent_group(rank: int, size: int) -> None:
     """Connect GPUs in a group whose timeout is shorter than the delay of one rank."""
     verbs.cupy()
-    with fl.new_group(range(size), timeout=0.2) as group:
+    with fl.new_group(range(size), timeout=0.3) as group:
         x = verbs.on_gpu(np.ones(3))
         if rank == 1:
-            threading.Event().wait(0.4)
+            threading.Event().wait(0.6)
         group.all_reduce(x)
         assert (x.get() == size).all()
 

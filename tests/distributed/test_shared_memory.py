@@ -130,7 +130,7 @@ def test_describe_names_backend_and_reason(rank: int, size: int, reason: str, na
 
 @pytest.mark.parametrize(
     ("hidden", "reason"),
-    [([0, 1, 2], "Gloo over TCP (no two ranks"), ([1], "2 hosts with 2, 1 rank")],
+    [([0, 1, 2], "Gloo over TCP (no two ranks"), *slow(([1], "2 hosts with 2, 1 rank"))],
 )
 @on_ranks(("shm", 3), fresh=True, init=None)
 def test_missing_shared_memory_on_a_host_warns_once(

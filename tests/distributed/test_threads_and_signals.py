@@ -157,9 +157,9 @@ def preempt(rank: int, size: int, verb: str, handler: str, folder: str) -> None:
     before = journal.count[0]
     with handling(lambda: HANDLERS[handler](folder)):
         if rank == size - 1:
-            time.sleep(0.05)
+            time.sleep(0.1)
             os.kill(pid, signal.SIGTERM)
-            time.sleep(0.1)  # handled by now
+            time.sleep(0.15)  # handled by now
         BLOCKING[verb](world)
     assert fl.all_reduce(np.ones(3))[0] == size
     # A rejected call does not count.
@@ -215,9 +215,9 @@ def test_signal_handler_inside_a_wait_can_make_the_next_call(rank: int, size: in
     x = np.full(300_000, rank + 1.0)
     with handling(fl.barrier):
         if rank == size - 1:
-            time.sleep(0.05)
+            time.sleep(0.1)
             os.kill(pid, signal.SIGTERM)
-            time.sleep(0.1)  # handled by now
+            time.sleep(0.15)  # handled by now
         fl.all_reduce(x, async_op=True).wait()
         if rank != 0:
             fl.barrier()

@@ -79,7 +79,9 @@ PUBLIC = [name for name in api.__all__ if name not in ("Grid", "P2POp")]
 
 
 @pytest.mark.parametrize(
-    "function", [*(getattr(fl, n) for n in PUBLIC), *(getattr(D, n) for n in D.__all__)], ids=repr
+    "function",
+    [*(getattr(fl, name) for name in PUBLIC), *(getattr(D, name) for name in D.__all__)],
+    ids=[*PUBLIC, *(f"functional.{name}" for name in D.__all__)],
 )
 def test_verb_parameters_are_keyword_only_in_one_order(function: Any) -> None:
     parameters = list(inspect.signature(function).parameters.values())

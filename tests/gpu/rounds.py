@@ -36,7 +36,13 @@ import numpy as np
 
 import flashlight_py as fl
 from flashlight_py.distributed.groups.membership import members_of
-from tests.distributed.harness import Outcome, RanksFailedError, run_outcomes, run_ranks
+from tests.distributed.harness import (
+    Outcome,
+    RanksFailedError,
+    run_outcomes,
+    run_ranks,
+    start_server,
+)
 from tests.gpu import verbs
 from tests.gpu.conftest import world
 from tests.gpu.machine import NO_GPU, why_no_gpu
@@ -347,6 +353,7 @@ def main() -> int:
     add("--json", type=Path, metavar="FILE", help="write the result of each round to this file")
     options = parser.parse_args()
     ends = time.monotonic() + options.seconds
+    start_server()  # before this process uses CUDA
     if reason := why_no_gpu():
         print(f"no GPU: {reason}")
         return NO_GPU

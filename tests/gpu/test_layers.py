@@ -13,7 +13,7 @@ from tests.autograd.cases import CASES, Case
 from tests.autograd.test_other_library import OWN_ARRAYS
 from tests.gpu import verbs
 from tests.nn.oracle import weights_of
-from tests.nn.test_images import CONVOLUTIONS, POOLS, Conv, arrays_of, convolved, images
+from tests.nn.test_images import CONVOLUTIONS, POOLS, Conv, arrays_of, images
 from tests.nn.test_like_torch import ROWS, Row, call, made, variables_of
 
 pytestmark = pytest.mark.gpu
@@ -77,7 +77,7 @@ def test_layers_on_the_gpu_equal_the_cpu(row: Row, dtype: str) -> None:
 @EVERY_DTYPE
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=[case.name for case in CONVOLUTIONS])
 def test_convolutions_on_the_gpu_equal_the_cpu(case: Conv, dtype: str) -> None:
-    compare(lambda *v: convolved([*v], case), lambda: arrays_of(case, dtype), dtype)
+    compare(lambda *v: F.conv2d(*v, **case.options), lambda: arrays_of(case, dtype), dtype)
 
 
 @EVERY_DTYPE

@@ -50,6 +50,7 @@ def block() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
+@pytest.mark.slow
 def test_flrun_returns_codes_without_sigchld(tmp_path: Path) -> None:
     done = launch("-n", 2, write(tmp_path, RANKS), preexec_fn=ignore, code=7)
     assert "rank 1 of 2" in done.stderr
@@ -79,6 +80,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_spawned_ranks_end_on_signals_that_the_parent_blocked(tmp_path: Path) -> None:
     done = run([sys.executable, write(tmp_path, BLOCKED)], preexec_fn=block)
     assert done.stdout.startswith("ended"), done.stdout + done.stderr

@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,10 +16,11 @@ from flashlight_py.launch.channel import Reader, message, write_whole
 from flashlight_py.launch.failures import Failure, describe_exit, first_cause
 from flashlight_py.launch.job import may_restart
 from flashlight_py.launch.ranks import Slot, remaining_counts, slots_of
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
+@for_each(
+    "code words",
     [
         (3, "exited with code 3"),
         (-signal.SIGKILL, "was killed by SIGKILL (out of memory? see the kernel's log)"),
@@ -107,8 +107,8 @@ def test_remaining_counts_excludes_lost_ranks(counts: list[int], data: st.DataOb
     assert all(0 <= after <= before for before, after in zip(counts, remaining, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("restarts", "most", "remaining", "least", "may"),
+@for_each(
+    "restarts most remaining least may",
     [
         (0, None, 4, None, False),
         (0, 1, 4, None, True),

@@ -69,6 +69,7 @@ print(read)
 """
 
 
+@pytest.mark.slow
 def test_concurrent_input_and_output_do_not_deadlock(tmp_path: Path, ssh: str) -> None:
     """Input and output exceed the capacity of all pipes between them. Only rank 0 has input."""
     program = write(tmp_path, PRINTING_AND_READING)
@@ -218,7 +219,8 @@ sys.exit(int(rank > 0) if restarts == "0" else 0)
 """
 
 
-@pytest.mark.parametrize("on_hosts", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("on_hosts", [False, True])
 def test_master_port_is_free_for_other_libraries(tmp_path: Path, ssh: str, on_hosts: bool) -> None:
     ranks = ("--hosts", "a,b", "--ssh", ssh) if on_hosts else ("-n", 2)
     done = launch("--max-restarts", 1, *ranks, write(tmp_path, OTHER_LIBRARY), code=0)

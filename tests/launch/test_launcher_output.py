@@ -13,6 +13,7 @@ import pytest
 
 from flashlight_py.launch.failures import Tail
 from flashlight_py.launch.output import LONGEST_LINE, PARTIAL_SECONDS, RankOutput, Source
+from tests.tables import for_each
 
 
 def written(ours: int, write_end: int, steps: Callable[[RankOutput], None], size: int = 2) -> str:
@@ -131,8 +132,8 @@ HEAD = "Traceback (most recent call last):\n"
 LINK = "\nDuring handling of the above exception, another exception occurred:\n\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "errors"),
+@for_each(
+    "text errors",
     [
         ("", []),
         ("ValueError: printed\n", []),

@@ -32,6 +32,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_flrun_names_a_record_that_exceeds_the_limit(tmp_path: Path, ssh: str) -> None:
     records = tmp_path / "records"
     records.mkdir()

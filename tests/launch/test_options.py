@@ -12,12 +12,13 @@ import flashlight_py
 from flashlight_py.cores import usable_cores
 from flashlight_py.launch.options import read_options
 from tests.launch.launcher import launch, write
+from tests.tables import for_each
 
 PYTHON = "/env/bin/python"
 
 
-@pytest.mark.parametrize(
-    ("words", "ranks"),
+@for_each(
+    "words ranks",
     [
         (["-n", "2"], 2),
         (["-n2"], 2),
@@ -34,8 +35,8 @@ def test_read_options_parses_the_number_of_ranks(words: list[str], ranks: int) -
     assert options.program == (PYTHON, "train.py", "-n", "9", "--version")
 
 
-@pytest.mark.parametrize(
-    ("words", "program"),
+@for_each(
+    "words program",
     [
         (["python", "t.py", "--lr", "1"], (PYTHON, "t.py", "--lr", "1")),
         (["python3", "-m", "unittest"], (PYTHON, "-m", "unittest")),
@@ -61,8 +62,8 @@ def test_read_options_accepts_host_options_of_mpirun() -> None:
     assert options.env == ("LR", "SEED")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
+@for_each(
+    "words message",
     [
         (["--node_rank=1", "x"], "--node-rank (or PET_*): expected a single launcher, got 1"),
         (["--hosts=a", "--rdzv=/x", "x"], "--rdzv (or PET_*): expected a single launcher, got /x"),
@@ -88,23 +89,21 @@ def test_read_options_accepts_host_options_of_mpirun() -> None:
     ],
 )
 def test_read_options_rejects_invalid_arguments(
-    words: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if words == ["t.py"]:
-        monkeypatch.setenv("PET_NNODES", "2")
-    with pytest.raises(SystemExit):
-        read_options(words, PYTHON)
+    with pytest.MonkeyPatch.context() as patch:
+        if words == ["t.py"]:
+            patch.setenv("PET_NNODES", "2")
+        with pytest.raises(SystemExit):
+            read_options(words, PYTHON)
     assert message in capsys.readouterr().err
 
 
 POD = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "3", "PET_NODE_RANK": "0"}
 
 
-@pytest.mark.parametrize(
-    ("environ", "words", "expected"),
+@for_each(
+    "environ words expected",
     [
         (POD, [], (3, None)),
         ({**POD, "PET_MAX_RESTARTS": "5"}, ["-n", "1"], (1, 5)),
@@ -114,19 +113,17 @@ POD = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "3", "PET_NODE_RANK": "0"}
     ],
 )
 def test_read_options_takes_defaults_from_pod_variables(
-    environ: dict[str, str],
-    words: list[str],
-    expected: tuple[object, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str], words: list[str], expected: tuple[object, ...]
 ) -> None:
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    parsed = read_options([*words, "t.py"], PYTHON)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        parsed = read_options([*words, "t.py"], PYTHON)
     assert (parsed.ranks, parsed.max_restarts) == expected
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"),
+@for_each(
+    "command expected",
     [
         ("ssh -p 22", "ssh -o ConnectTimeout=10 -o ServerAliveInterval=5 -p 22"),
         ("ssh -oconnecttimeout=3", "ssh -o ServerAliveInterval=5 -oconnecttimeout=3"),

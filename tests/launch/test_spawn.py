@@ -53,6 +53,7 @@ def test_spawn_returns_results_of_all_ranks_in_order(monkeypatch: pytest.MonkeyP
     assert "OMP_NUM_THREADS" not in os.environ
 
 
+@pytest.mark.slow
 def test_spawned_ranks_print_complete_lines_to_inherited_output(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,15 +107,6 @@ def leave_early(rank: int, queue: Any) -> int:
     if rank == 1:
         np.linalg.svd(np.random.default_rng(0).random((200, 200)))
     return size
-
-
-def test_spawn_in_a_rank_creates_a_separate_world(pool: Any) -> None:
-    assert pool(2).run(spawn_on_one) == [([10, 10], 1), (None, 1)]
-
-
-def spawn_on_one(rank: int, size: int) -> tuple[list[int] | None, int]:
-    inner = fl.spawn(total, (5,), nprocs=2) if rank == 0 else None
-    return inner, total(rank, rank)
 
 
 def total(rank: int, number: int) -> int:

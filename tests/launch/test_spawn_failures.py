@@ -129,6 +129,7 @@ def arm() -> None:
         memory_file._attempt = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_spawn_frees_shared_memory_if_a_rank_dies_while_mapping() -> None:
     with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 was killed by SIGKILL"):
         fl.spawn(fail_on_one, (Killer(),), nprocs=2, params={"BACKEND": "shm"})
@@ -151,7 +152,7 @@ def make_generator(rank: int) -> Any:
     ("make", "match"),
     [
         (make_generator, "raised TypeError: the result, of type generator, cannot be pickled"),
-        (make_trap, "cannot be unpickled"),
+        pytest.param(make_trap, "cannot be unpickled", marks=pytest.mark.slow),
     ],
 )
 def test_spawn_names_the_rank_of_an_unsuitable_result(make: Any, match: str) -> None:
@@ -209,6 +210,7 @@ class Full(io.StringIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.slow
 def test_spawn_ends_ranks_if_a_replaced_stdout_cannot_be_written() -> None:
     match = "spawn of print_and_wait: standard output cannot be written: No space left on device"
     with redirect_stdout(Full()), pytest.raises(OSError, match=match):
@@ -220,6 +222,7 @@ def print_and_wait(rank: int) -> None:
     wait(rank)
 
 
+@pytest.mark.slow
 def test_spawn_kills_a_rank_that_ignores_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawning, "ENDING_SECONDS", 0.5)
     with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 raised ValueError"):
@@ -235,6 +238,7 @@ def fail_beside_a_deaf_rank(rank: int) -> None:
     wait(rank)
 
 
+@pytest.mark.slow
 def test_spawn_warns_if_a_rank_fails_after_its_result() -> None:
     with pytest.warns(
         RuntimeWarning, match=r"rank 1 of 2 exited with code 5 after it had ret"
@@ -271,14 +275,11 @@ def leave_after_lines(rank: int) -> None:
     leave_late(rank)
 
 
-@pytest.mark.parametrize(
-    "leave", [leave_after_lines, pytest.param(leave_late, marks=pytest.mark.slow)]
-)
 def test_rank_main_prints_nothing_if_sigterm_arrives_at_exit(
-    leave: Callable[[int], None], capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(fl.errors.RankFailedError, match="bad"):
-        fl.spawn(leave, nprocs=1)
+        fl.spawn(leave_after_lines, nprocs=1)
     assert capfd.readouterr().err == ""
 
 
@@ -292,6 +293,7 @@ def be_told_at_the_end(rank: int) -> None:
     builtins.told = ToldToEnd()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_rank_main_ignores_sigterm_after_handlers_are_restored() -> None:
     assert fl.spawn(be_told_at_the_end, nprocs=1) == [None]
 

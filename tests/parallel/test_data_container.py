@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashlight_py as fl
@@ -40,6 +40,7 @@ def shares(data: Any, size: int) -> list[Any]:
     return [fl.DistributedDataContainer(data, rank, size) for rank in range(size)]
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(), max_size=40), st.integers(1, 8))
 def test_shares_contain_every_element_once_in_order(data: list[int], size: int) -> None:
     parts = shares(data, size)
@@ -50,6 +51,7 @@ def test_shares_contain_every_element_once_in_order(data: list[int], size: int) 
     assert [part[i] for part in parts for i in range(len(part))] == data
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 20), st.integers(1, 4), BOUND, BOUND, BOUND.filter(lambda step: step != 0))
 def test_container_slices_and_negative_indices_equal_a_list(
     n: int, size: int, start: int | None, stop: int | None, step: int | None

@@ -14,12 +14,11 @@ from flashlight_py.autograd.graph import note_changes
 from flashlight_py.autograd.variable import record
 from flashlight_py.errors import DistributedError, MismatchError, PeerLostError
 from flashlight_py.parallel import gradient_pass
-from tests.distributed.conformance import World, on_ranks, ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 from tests.parallel.test_ways import reduced_by, replicated, sharded
 from tests.tables import for_each
 
-SLOW: list[World] = [("hierarchical", 4), ("mpi", 3)]
-ranks = ranks_in(("shm", 3), slow=[("gloo", 3), *SLOW])
+ranks = ranks_in(("shm", 3), slow=[("gloo", 3), ("hierarchical", 4), ("mpi", 3)])
 
 PLACES = "before all gradients", "amid them", "after all gradients"
 
@@ -103,10 +102,15 @@ def failing(model: Net, rank: int, places: dict[int, str], kind: str) -> Iterato
 CASES = [{1: PLACES[0]}, {0: PLACES[1]}, {1: PLACES[2]}]
 CASES += [{0: PLACES[0], 1: PLACES[1]}, dict.fromkeys(range(8), PLACES[1])]
 IN_ALL_WAYS = pytest.mark.parametrize("kind", WAYS)
+FAST = "in the background", "collected", "sharded across hosts"
+IN_SOME_WAYS = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in WAYS],
+)
 
 
 @IN_ALL_WAYS
-@on_ranks(("gloo", 3), ("shm", 3), slow=SLOW)
+@on_ranks()
 def test_failed_pass_raises_on_all_ranks_and_training_continues(
     rank: int, size: int, kind: str
 ) -> None:
@@ -154,7 +158,7 @@ def test_failed_leaf_raises_on_all_ranks_and_training_continues(rank: int, size:
         assert results == expected
 
 
-@IN_ALL_WAYS
+@IN_SOME_WAYS
 @on_ranks()
 def test_rejected_gradient_at_the_end_of_a_pass_raises_on_all_ranks(
     rank: int, size: int, kind: str
@@ -172,7 +176,7 @@ def test_rejected_gradient_at_the_end_of_a_pass_raises_on_all_ranks(
     assert fl.all_reduce(np.ones(1))[0] == size
 
 
-@IN_ALL_WAYS
+@IN_SOME_WAYS
 @on_ranks()
 def test_changed_parameter_raises_on_all_ranks(rank: int, size: int, kind: str) -> None:
     """Rank 1 changes a parameter after its forward pass; gradients of an earlier pass exist."""
@@ -223,7 +227,7 @@ def test_failed_pass_of_two_modules_raises_its_exception(
     assert fl.all_reduce(np.ones(1))[0] == size
 
 
-@IN_ALL_WAYS
+@IN_SOME_WAYS
 @on_ranks()
 def test_error_of_another_group_fails_the_pass(rank: int, size: int, kind: str) -> None:
     """The error is reported in another group only, so the pass must report it in its group."""

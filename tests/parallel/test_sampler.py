@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashlight_py as fl
@@ -18,6 +18,7 @@ from tests.distributed.conformance import on_ranks
 from tests.tables import for_each
 
 SIZES = (1, 2, 3, 4, 6)
+few = settings(max_examples=30)
 
 
 def samplers(n: int, size: int, epoch: int = 0, **options: Any) -> list[fl.DistributedSampler]:
@@ -27,6 +28,7 @@ def samplers(n: int, size: int, epoch: int = 0, **options: Any) -> list[fl.Distr
     return made
 
 
+@few
 @given(st.integers(0, 100), st.integers(0, 9), st.booleans(), st.booleans())
 def test_sampler_step_has_equal_samples_for_any_number_of_ranks(
     n: int, epoch: int, shuffle: bool, drop_last: bool
@@ -143,6 +145,7 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
+@few
 @given(st.integers(0, 60), WORLDS, st.integers(0, 5), st.booleans())
 def test_worlds_of_different_sizes_share_one_epoch(
     n: int, sizes: list[int], steps: int, shuffle: bool
@@ -167,6 +170,7 @@ def test_worlds_of_different_sizes_share_one_epoch(
     assert sorted(used) == sorted(order)
 
 
+@few
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 9), st.integers(0, 5))
 def test_drop_last_leaves_equal_numbers_on_every_rank(
     n: int, before: int, after: int, steps: int
@@ -275,6 +279,7 @@ def parts(dataset: Dataset, batch: int, size: int, **options: Any) -> list[fl.Sh
     return [fl.ShardedDataset(dataset, batch, rank=r, size=size, **options) for r in range(size)]
 
 
+@few
 @given(st.integers(0, 40), st.integers(1, 12), st.integers(1, 6), st.booleans(), st.booleans())
 def test_parts_of_the_ranks_form_the_global_batches(
     n: int, batch: int, size: int, shuffle: bool, drop_last: bool

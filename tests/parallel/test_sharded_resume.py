@@ -45,9 +45,13 @@ def arrays_of(model: Any, optimizer: Any) -> list[Any]:
 
 SHM = {"params": {"BACKEND": "shm"}}
 SHARDED = "sharded", "sharded across hosts", "gathered"
+OTHERS = "sharded across hosts", "in buckets"
 
 
-@pytest.mark.parametrize("saver", [*SHARDED, "in buckets"])
+@pytest.mark.parametrize(
+    "saver",
+    ["sharded", "gathered", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)],
+)
 def test_sharded_run_resumes_on_any_number_of_ranks(pool: Any, tmp_path: Path, saver: str) -> None:
     _, undisturbed = train(0, 1, "one by one", range(6))
     file = str(tmp_path)

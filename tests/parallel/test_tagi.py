@@ -37,7 +37,7 @@ ranks = ranks_in(
     *(("single", 1), ("gloo", 3), ("shm", 2)),
     slow=[("shm", 4), ("hierarchical", 4), ("mpi", 3)],
 )
-TRAIN = 20  # steps
+TRAIN = 10  # steps
 # Samples of each rank, in turn: the second batch is smaller, and some ranks get no sample.
 SHARES = {
     1: [(7,), (3,)],

@@ -139,6 +139,7 @@ def test_workers_use_modes_buffers_and_settings_of_the_module(pair: Pair) -> Non
         net.hidden.weight.calc_grad = True
 
 
+@pytest.mark.slow
 def test_idle_workers_receive_the_module_for_the_next_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -149,6 +149,7 @@ def test_sharded_parameters_raise_for_incompatible_operations(rank: int, size: i
         shard_by_gathering(plain)
 
 
+@pytest.mark.slow
 def test_sharding_keeps_the_array_library(pool: Any) -> None:
     """Uses stand-ins for CuPy and NCCL; tests/gpu tests real GPUs."""
     ranks = pool(2, env={"STAND_IN": "1"})

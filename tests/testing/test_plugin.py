@@ -212,6 +212,9 @@ def test_debugger_inspects_the_chosen_rank(tmp_path: Path) -> None:
     output = session(tmp_path, *options, text=TWO, answers="p 'rank', rank()\nc\n", EXTRA="1")
     assert "('rank', 1)" in output
     assert "assert array(81) == (81 + 1)" in output
+    output = session(tmp_path, *options[:3], text=TWO, answers="q\n", EXTRA="1")
+    assert "_pytest.outcomes.Exit: Quitting debugger" in output
+    assert "outcomes.py" not in output, "not the traceback of the end itself"
 
 
 def test_ranks_work_with_xdist_and_coverage(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
 
 
+@pytest.mark.slow
 def test_shutdown_removes_signal_handler_and_threads(tmp_path: Path) -> None:
     folder = tmp_path / "records"
     env = {**os.environ, "FLASHLIGHT_TRACE_DIR": str(folder)}
@@ -201,6 +202,7 @@ assert main(["diff", sys.argv[1]]) == 0
 """
 
 
+@pytest.mark.slow
 def test_record_stores_any_text_in_any_locale(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(IN_ANY_LANGUAGE, encoding="utf-8")

@@ -109,6 +109,7 @@ with fl.profile(outer):
 """
 
 
+@pytest.mark.slow
 def test_profile_in_a_forked_child_records_its_calls(tmp_path: Path) -> None:
     paths = [tmp_path / "outer.json", tmp_path / "first.json", tmp_path / "second.json"]
     command = [sys.executable, "-c", IN_CHILDREN, *map(str, paths)]
@@ -136,11 +137,13 @@ def test_offset_to_rank_0_measures_the_clock_of_another_host(rank: int, size: in
 TIMES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple))
 
 
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(TIMES)
 def test_covered_counts_overlapping_time_once(times: Any) -> None:
     assert covered(times) == len({time for start, end in times for time in range(start, end)})
 
 
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(TIMES, st.booleans())
 def test_threads_contain_events_without_overlap(times: Any, beside: bool) -> None:
     calls = [call(n, *span, **{"async": beside}) for n, span in enumerate(times)]
