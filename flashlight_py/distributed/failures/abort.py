@@ -8,6 +8,7 @@ exceptions that the program catches.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -15,9 +16,8 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ContextDecorator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.tracebacks import folded, is_full
@@ -127,7 +127,7 @@ def report_of_threads() -> None:
         report(_hooks.of_a_thread)
 
 
-class abort_on_exception(ContextDecorator):
+class abort_on_exception:
     """Notify the other ranks of an exception that leaves a ``with`` block or a function.
 
     The other ranks raise ``PeerLostError`` with the traceback of this rank, instead of waiting for
@@ -163,7 +163,14 @@ class abort_on_exception(ContextDecorator):
                 "coroutine or generator function, which runs after its call has returned. Use "
                 "`with abort_on_exception():` inside it."
             )
-        return super().__call__(func)
+
+        # contextlib.ContextDecorator would add its own frame to the tracebacks that users see.
+        @functools.wraps(func)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return func(*args, **kwargs)
+
+        return cast(F, guarded)
 
     def __enter__(self) -> None:
         """Begin the block."""
