@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.conformance import slow
 from tests.distributed.harness import mpirun_command
 from tests.examples.programs import EXAMPLES
 from tests.launch.launcher import run
@@ -15,7 +16,7 @@ PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 PAGE = (EXAMPLES.parent / "docs/testing.md").read_text()
 
 
-@pytest.mark.parametrize("start", [(), mpirun_command(3)], ids=["pytest", "mpirun"])
+@pytest.mark.parametrize("start", [(), *slow(mpirun_command(3))], ids=["pytest", "mpirun"])
 def test_tests_of_kmeans_pass(start: list[str]) -> None:
     done = run([*start, *PYTEST, EXAMPLES / "test_kmeans.py"], code=0, timeout=100)
     assert "= 8 passed in" in done.stdout

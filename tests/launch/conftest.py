@@ -13,11 +13,10 @@ from tests.launch.launcher import write
 
 @pytest.fixture(autouse=True)
 def temporary_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves_nothing: None
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, leaves_nothing: None
 ) -> Iterator[Path]:
     """Folder for temporary files of this process and its children; empty after the test."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("t")  # paths of Unix sockets are short
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("PYTHONWARNINGS", "error")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.conformance import slow
 from tests.distributed.harness import mpirun_command
 
 ROOT = Path(__file__).parents[2]
@@ -229,7 +230,9 @@ def test_ranks_work_with_xdist_and_coverage(tmp_path: Path) -> None:
     assert re.search(r"tested.py +4 +0 +100%", output), output
 
 
-@pytest.mark.parametrize("mark", ["0", "[]", "'2'", "2, timeout=0", "2, slow=True", "[1, 2.5]", ""])
+@pytest.mark.parametrize(
+    "mark", ["2, timeout=0", *slow("0", "[]", "'2'", "2, slow=True", "[1, 2.5]", "")]
+)
 def test_invalid_marks_are_usage_errors(mark: str, tmp_path: Path) -> None:
     test = f"@pytest.mark.ranks({mark})\ndef test_it(): pass\n"
     output = session(tmp_path, text=test, errors=True)
