@@ -7,11 +7,8 @@ Under ``mpirun -n 4 pytest``, all processes run the same session and are the ran
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import itertools
 import os
-import signal
-import sys
 import time
 import warnings
 from collections import Counter
@@ -25,7 +22,7 @@ from _pytest.runner import runtestprotocol
 import flashlight_py as fl
 from flashlight_py.distributed.internal import abort
 from flashlight_py.launch.failures import Failure, first_cause
-from flashlight_py.testing.ranks import ForkServer, Outcome, Ranks, RankStuckError
+from flashlight_py.testing.ranks import ForkServer, Outcome, Ranks
 
 NAME = "flashlight-ranks"  # of the plugin
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -44,8 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     text = "ranks(n, timeout=60, fresh=False): run on n ranks, or on each number of ranks in a list"
     config.addinivalue_line("markers", f"{text}; timeout: seconds; fresh: in new processes")
-    of_mpi = any(int(os.environ.get(name, "1")) > 1 for name in MPI_SIZES)
-    config.pluginmanager.register((MpiRanks if of_mpi else ForkedRanks)(config), NAME)
+    kind = ForkedRanks
+    if any(int(os.environ.get(name, "1")) > 1 for name in MPI_SIZES):
+        from flashlight_py.testing.mpi import MpiRanks
+
+        kind = MpiRanks
+    config.pluginmanager.register(kind(config), NAME)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -284,90 +285,6 @@ class ForkedRanks:
         self.used[basename] += 1
         path.mkdir(mode=0o700, exist_ok=True)
         return path
-
-
-class MpiRanks(ForkedRanks):
-    """Runs the tests on the processes of MPI, which run the same session in step.
-
-    A test on fewer ranks uses the first ones. A test without the mark runs on rank 0.
-    """
-
-    def connect(self) -> None:
-        from mpi4py import MPI
-
-        self.world: Any = MPI.COMM_WORLD
-        self.comms = {self.world.size: self.world}
-        self.stderr = os.dup(2)  # pytest replaces descriptor 2 during tests
-        ForkedRanks.here = self
-        if self.world.rank > 0:
-            self.config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
-        if len(set(map(tuple, self.world.allgather(list(self.items))))) > 1:
-            raise pytest.UsageError(
-                f"expected the same tests on all {self.world.size} ranks of MPI, got other ones "
-                f"on rank {self.world.rank}. Select and order them without randomness"
-            )
-        for name, item in self.items.items():
-            mark = self.marks.setdefault(name, Mark(1))
-            if mark.n > self.world.size:
-                reason = f"needs {mark.n} ranks: mpirun -n {mark.n} python -m pytest"
-                item.add_marker(pytest.mark.skip(reason=reason))
-                self.marks[name] = mark._replace(n=1)
-        self.folders.mktemp = self.shared_folder
-
-    @pytest.hookimpl(trylast=True)  # after the report of the error
-    def pytest_internalerror(self, excrepr: object) -> None:
-        sys.stdout.flush()
-        if self.world.rank > 0:
-            os.write(self.stderr, f"rank {self.world.rank}:\n{excrepr}\n".encode())
-        self.world.Abort(pytest.ExitCode.INTERNAL_ERROR)  # the other ranks wait for this one
-
-    def comm_of(self, name: str) -> Any:
-        return self.comms[self.marks[name].n]
-
-    def outcomes(self, name: str, mark: Mark) -> list[Outcome]:
-        rank, n = self.world.rank, mark.n
-        folder = self.world.bcast(self.new_folder("ranks") if rank == 0 else None)
-        if n not in self.comms:
-            self.comms[n] = self.world.Split(int(rank >= n), rank)
-        if self.size != n:
-            self.leave()
-        outcome = None
-        if rank < n:
-            with limited(rank, mark.timeout, self.stderr):
-                outcome = Outcome(rank, self.run_here(rank, n, name, None, folder))
-            self.rank = None
-        self.size = n
-        outcomes: list[Any] = self.world.allgather(outcome)[:n]
-        if any(one.value.failed for one in outcomes):
-            self.leave()
-        return outcomes
-
-    def leave(self) -> None:
-        if self.world.rank < self.size:
-            with contextlib.suppress(fl.errors.DistributedError):  # after a failure
-                leave_world(self.world.rank)
-        self.size = 0
-
-
-@contextlib.contextmanager
-def limited(rank: int, seconds: float, stderr: int) -> Iterator[None]:
-    """Raise RankStuckError after ``seconds``. If it has no effect, print the stacks and exit."""
-
-    def stop(*_: object) -> None:
-        raise RankStuckError(
-            f"rank {rank} had not finished after {seconds} s. If it needs more time, pass "
-            "timeout=seconds to the mark ranks"
-        )
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True, file=stderr)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def run_item(rank: int, *task: Any) -> Result:
