@@ -133,6 +133,11 @@ class ForkedRanks:
             item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
             for report in self.joined(item, self.outcomes(item.nodeid, mark)):
                 item.ihook.pytest_runtest_logreport(report=report)
+            if self.server is not None and (here := self.session._setupstate).stack:
+                # Fixtures of tests without the mark, in this process, that no later test uses.
+                torn = pytest.CallInfo.from_call(lambda: here.teardown_exact(nextitem), "teardown")
+                report = item.ihook.pytest_runtest_makereport(item=item, call=torn)
+                item.ihook.pytest_runtest_logreport(report=report)
             item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         else:
             return None

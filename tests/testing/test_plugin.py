@@ -39,7 +39,12 @@ def test_fixtures(folder, tmp_path, capsys, monkeypatch):
     assert fl.all_reduce(np.array(1)) == fl.get_world_size()
     assert len(set(fl.all_gather_object((str(folder), str(tmp_path))))) == 1
 
-def test_without_ranks():
+@pytest.fixture(scope="module")
+def here():
+    yield
+    print("torn down in the main process")
+
+def test_without_ranks(here):
     assert fl.get_world_size() == 1
 
 pids = []
@@ -156,13 +161,14 @@ def counts(output: str) -> dict[str, int]:
 
 
 def test_tests_run_on_ranks_with_their_fixtures(tmp_path: Path) -> None:
+    (tmp_path / "test_other.py").write_text("def test_in_another_file(): pass\n")
     output = session(tmp_path, "-v", "-rP", text=PASSING)
     numbers = counts(output)
-    expected = {"passed": 9, "skipped": 1, "xfailed": 1, "warnings": 2}
+    expected = {"passed": 10, "skipped": 1, "xfailed": 1, "warnings": 2}
     assert {word: numbers.get(word) for word in expected} == expected, output
     assert "UserWarning: be careful" in output
-    for rank in range(3):
-        assert f"torn down on rank {rank}" in output
+    for text in ("torn down in the main process", *(f"torn down on rank {k}" for k in range(3))):
+        assert text in output
     assert "test_fixtures[ranks=3] PASSED" in output
 
 
