@@ -2,10 +2,14 @@
 
 import operator
 
+import numpy as np
+
 
 def as_integer(value: object) -> int | None:
     if type(value) is int:
         return value
+    if isinstance(value, np.bool_):  # NumPy before 2.3 converts it, with a warning
+        return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
