@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.testing.plugin import GRACE_SECONDS, ForkedRanks, Mark, leave_world
 from flashlight_py.testing.ranks import Outcome, RankStuckError
+from flashlight_py.testing.session import GRACE_SECONDS, ForkedRanks, Mark, leave_world
 
 
 class MpiRanks(ForkedRanks):

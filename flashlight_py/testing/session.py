@@ -1,0 +1,307 @@
+"""A pytest session whose marked tests run on ranks, which stay for the next test.
+
+The ranks are forked from this process after the collection of the tests, so they have all tests. A
+rank runs a test with its fixtures, and sends its reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+import flashlight_py as fl
+from flashlight_py.distributed.internal import abort
+from flashlight_py.launch.failures import Failure, first_cause
+from flashlight_py.testing.ranks import ForkServer, Outcome, Ranks
+
+NUMBER = "number_of_ranks"  # parameter of tests with the mark ranks([1, 2])
+START_SECONDS = 60.0  # also for the teardown of fixtures at the end
+GRACE_SECONDS = 1.0  # for the other ranks after a failure
+FOREVER = 1e6  # seconds, for the debugger
+PACKAGE = Path(fl.__file__).parent
+
+
+class Mark(NamedTuple):
+    """The arguments of the mark ``ranks``."""
+
+    n: int
+    timeout: float = 60.0
+    fresh: bool = False
+
+    @classmethod
+    def of(cls, item: pytest.Item) -> Mark | None:
+        if (mark := item.get_closest_marker("ranks")) is None:
+            return None
+        with contextlib.suppress(TypeError):  # of unknown or missing arguments
+            read = cls(*mark.args, **mark.kwargs)
+            if hasattr(item, "callspec"):
+                read = read._replace(n=item.callspec.params.get(NUMBER, read.n))
+            if isinstance(read.n, int) and read.n > 0 and read.timeout > 0:
+                return read
+        raise pytest.UsageError(
+            f"{item.nodeid}: expected the mark ranks(n or [n, ...], timeout=60, fresh=False) with "
+            f"positive numbers, got {mark}. timeout is in seconds"
+        )
+
+
+class Result(NamedTuple):
+    """Reports of a test on one rank, its warnings, and a reason to end the session."""
+
+    reports: list[dict[str, Any]]
+    warnings: list[Any]
+    end: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return any(report["outcome"] == "failed" for report in self.reports)
+
+
+class ForkedRanks:
+    """Runs marked tests on forked ranks, and joins the reports of the ranks of a test."""
+
+    here: ForkedRanks  # in a rank
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.rank: int | None = None  # None in the process that reports
+        self.worlds: dict[int, Ranks] = {}
+        self.following: dict[str, str] = {}  # the next test of the same ranks
+        self.size = 0  # of the world that this rank has joined
+        self.server: ForkServer | None = None
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.session, self.items = session, {item.nodeid: item for item in session.items}
+        self.marks = {name: mark for name, item in self.items.items() if (mark := Mark.of(item))}
+        if not self.marks or self.config.option.collectonly:
+            return
+        if self.config.pluginmanager.hasplugin("timeout"):  # its limit would end this process
+            for name in self.marks:
+                self.items[name].add_marker(pytest.mark.timeout(0), append=False)
+        self.folders = self.config._tmp_path_factory  # type: ignore[attr-defined]
+        self.new_folder = self.folders.mktemp
+        kept = [(mark.n, name) for name, mark in self.marks.items() if not mark.fresh]
+        for n in {n for n, _ in kept}:
+            self.following |= itertools.pairwise(name for number, name in kept if number == n)
+        self.connect()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Any:
+        if self.rank is not None:
+            self.reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        elif mark := self.marks.get(item.nodeid):
+            item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+            for report in self.joined(item, self.outcomes(item.nodeid, mark)):
+                item.ihook.pytest_runtest_logreport(report=report)
+            if self.server is not None and (here := self.session._setupstate).stack:
+                # Fixtures of tests without the mark, in this process, that no later test uses.
+                torn = pytest.CallInfo.from_call(lambda: here.teardown_exact(nextitem), "teardown")
+                report = item.ihook.pytest_runtest_makereport(item=item, call=torn)
+                item.ihook.pytest_runtest_logreport(report=report)
+            item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        else:
+            return None
+        return True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+        if self.rank is None:
+            return (yield)
+        error = call.excinfo
+        if error is not None and not self.config.option.fulltrace:
+            # The traceback ends at the call of a verb.
+            error.traceback = error.traceback.filter(
+                lambda entry: PACKAGE not in Path(entry.path).parents
+            )
+        report = yield
+        if report.failed:
+            report.failure = Failure(str(report.longrepr), time.monotonic())
+        if report.failed and error is not None:
+            abort.report(error.value)  # the other ranks raise PeerLostError at once
+            failure = Failure.of_exception(error.value, time.monotonic())
+            lines = [entry.lineno + 1 for entry in error.traceback if entry.path == item.path]
+            line = f"{item.path.name}:{lines[-1]} " if lines else ""
+            report.failure = failure._replace(description=line + failure.description)
+        return report
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
+        if self.rank is not None:
+            w = warning_message
+            self.warnings.append((str(w.message), w.category, w.filename, w.lineno))
+
+    @pytest.hookimpl(wrapper=True, trylast=True)  # before pytest-cov reads the data of the ranks
+    def pytest_runtestloop(self) -> Any:
+        try:
+            return (yield)
+        finally:
+            for ranks in self.worlds.values():
+                self.end(ranks)
+            if self.server is not None:
+                self.server.close()
+
+    def comm_of(self, name: str) -> Any:
+        command = f"mpirun -n {self.marks.get(name, Mark(1)).n} python -m pytest"
+        pytest.fail(f"the fixture comm needs the ranks of MPI: {command}", pytrace=False)
+
+    # In the process that reports
+
+    def connect(self) -> None:
+        self.folders.getbasetemp()  # before the fork, so that all ranks use this folder
+        self.server = ForkServer(self.become_server)
+
+    def outcomes(self, name: str, mark: Mark) -> list[Outcome]:
+        """Run the test on its ranks. After a failure, the next test has new ranks."""
+        folder = self.new_folder("ranks")
+        ranks = None if mark.fresh else self.worlds.pop(mark.n, None)
+        ranks = ranks or self.start(mark.n, folder)
+        limit = FOREVER if self.config.option.usepdb else mark.timeout
+        task = mark.n, name, self.following.get(name), folder
+        try:
+            outcomes = ranks.run(run_item, *task, timeout=limit, grace=min(limit, GRACE_SECONDS))
+            failed = any(outcome.failure or outcome.value.failed for outcome in outcomes)
+            if failed or mark.fresh:
+                self.end(ranks, failed)
+        except BaseException:
+            ranks.kill()
+            raise
+        if not failed and not mark.fresh:
+            self.worlds[mark.n] = ranks
+        return outcomes
+
+    def start(self, size: int, folder: Path) -> Ranks:
+        assert self.server is not None
+        option = self.config.option
+        debugged = option.pdb_rank if option.usepdb else None
+        env = {"FLASHLIGHT_TRACE_DIR": str(self.folders.getbasetemp()), **os.environ}
+        ranks = []
+        for rank in range(size):
+            shows = option.capture == "no" or rank == debugged
+            log = None if shows else folder / f"output-{rank}"
+            ranks.append(self.server.start(rank, env, log))
+        return Ranks(ranks)
+
+    def end(self, ranks: Ranks, failed: bool = False) -> None:
+        """Tear down the remaining fixtures, and let the ranks exit. If the last test ``failed``,
+        a fixture that uses other ranks cannot succeed."""
+        outcomes = ranks.run(leave_world, failed, timeout=START_SECONDS, grace=GRACE_SECONDS)
+        ranks.close(GRACE_SECONDS)
+        failures = [(o.rank, o.failure) for o in outcomes if o.failure is not None and not failed]
+        for rank, failure in failures:
+            text = f"{failure.description} after its last test\n{failure.traceback}"
+            raise RuntimeError(f"rank {rank} of {len(outcomes)} {text}")
+
+    def joined(self, item: pytest.Item, outcomes: list[Outcome]) -> Iterator[pytest.TestReport]:
+        """Return a report of each phase of a test, from the outcomes of its ranks."""
+        phases: dict[str, dict[int, Any]] = {"setup": {}, "call": {}, "teardown": {}}
+        for outcome in outcomes:
+            if outcome.failure is not None:
+                phases["call"][outcome.rank] = report_of(item, outcome.failure)
+                continue
+            if outcome.value.end:
+                pytest.exit(outcome.value.end)
+            for warning in outcome.value.warnings:
+                warnings.warn_explicit(*warning)
+            for data in outcome.value.reports:
+                report = item.ihook.pytest_report_from_serializable(config=self.config, data=data)
+                phases[report.when][outcome.rank] = report
+        if any(report.failed for report in phases["setup"].values()):
+            phases["call"].clear()
+        for phase, reports in phases.items():
+            if reports:
+                report = join(reports, len(outcomes))
+                if report.failed or phase == "call":
+                    report.sections += [(f"rank {o.rank}", o.output) for o in outcomes if o.output]
+                yield report
+
+    # In a rank
+
+    def become_server(self) -> None:
+        ForkedRanks.here = self
+        capture: Any = self.config.pluginmanager.getplugin("capturemanager")
+        capture.stop_global_capturing()
+        capture._method = "no"  # each rank writes its output to a file
+        capture.start_global_capturing()
+        self.folders.mktemp = self.shared_folder
+
+    def run_here(
+        self, rank: int, size: int, name: str, following: str | None, folder: Path
+    ) -> Result:
+        """Run a test on this rank. Then tear down what the test ``following`` does not use."""
+        if self.size != size:
+            join_world(rank, size, str(folder / "rendezvous"))
+            self.size = size
+        self.rank, self.folder, self.used = rank, folder, Counter[str]()
+        self.warnings = list[Any]()
+        if rank != self.config.option.pdb_rank and self.config.pluginmanager.hasplugin("pdbinvoke"):
+            self.config.pluginmanager.unregister(name="pdbinvoke")
+        item, nextitem = self.items[name], self.items.get(following or "")
+        self.session._setupstate.teardown_exact(item)  # another test may have been expected
+        try:
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        except pytest.exit.Exception as error:  # such as the end of the debugger
+            return Result([], [], str(error))
+        serialize = item.ihook.pytest_report_to_serializable
+        reports = [serialize(config=self.config, report=report) for report in self.reports]
+        return Result(reports, self.warnings)
+
+    def shared_folder(self, basename: str, numbered: bool = True) -> Path:
+        """Return the same folder on every rank; all ranks ask for the same folders in order."""
+        path = self.folder / f"{basename}{self.used[basename] if numbered else ''}"
+        self.used[basename] += 1
+        path.mkdir(mode=0o700, exist_ok=True)
+        return path
+
+
+def run_item(rank: int, *task: Any) -> Result:
+    return ForkedRanks.here.run_here(rank, *task)
+
+
+def join_world(rank: int, size: int, path: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if size == 1:
+            patch.setenv("FLASHLIGHT_ALONE", "1")  # a world of one, also under mpirun
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": path})
+
+
+def leave_world(rank: int, failed: bool = False) -> None:
+    ForkedRanks.here.session._setupstate.teardown_exact(None)
+    if not failed:
+        fl.distributed_shutdown()
+
+
+def report_of(item: pytest.Item, failure: Failure) -> Any:
+    """Return the report of a rank whose process has ended."""
+    text = f"{failure.description}\n{failure.traceback}".strip()
+    words: Any = dict.fromkeys(item.keywords, 1)
+    report: Any = pytest.TestReport(item.nodeid, item.location, words, "failed", text, "call")
+    report.failure = failure
+    return report
+
+
+def join(reports: dict[int, Any], size: int) -> Any:
+    """Return the report of the rank that failed first, with a line for each other failure."""
+    # pytest-xdist could not send the attribute.
+    failures = {k: report.__dict__.pop("failure") for k, report in reports.items() if report.failed}
+    # A test that fails as expected on one rank fails as expected.
+    unexpected = {k for k, f in failures.items() if not f.description.startswith("[XPASS(strict)]")}
+    if not unexpected:
+        return min(reports.values(), key=lambda report: (report.failed, report.passed))
+    first = first_cause((k, failures[k]) for k in unexpected)[0]
+    report = reports[first]
+    if crash := getattr(report.longrepr, "reprcrash", None):
+        crash.message = f"rank {first}: {crash.message}"
+    else:
+        report.longrepr = f"rank {first} of {size} {report.longrepr}"
+    others = [f"rank {k}: {failures[k].description}" for k in failures if k != first]
+    heading = f"rank {first} of {size} failed" + " first" * bool(others)
+    report.sections.insert(0, (heading, "\n".join(others)))
+    return report
