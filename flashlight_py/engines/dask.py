@@ -19,14 +19,9 @@ _END_SECONDS = 2 * ENDING_SECONDS  # seconds to wait until the processes of ende
 
 
 def run(
-    client: Any,
-    fn: Callable[..., T],
-    args: Sequence[Any] = (),
-    nprocs: int | None = None,
-    params: Mapping[str, Any] | None = None,
-    timeout: float | None = None,
-    max_restarts: int = 0,
-) -> list[T]:
+    client: Any, fn: Callable[..., T], args: Sequence[Any] = (), nprocs: int | None = None,
+    params: Mapping[str, Any] | None = None, timeout: float | None = None, max_restarts: int = 0,
+) -> list[T]:  # fmt: skip
     """Run ``fn(rank, *args)`` on workers of a Dask cluster, like :func:`flashlight_py.spawn`.
 
     Each rank is a task on a separate worker process; all ranks run at the same time. The output of

@@ -18,15 +18,10 @@ Resources = Mapping[str, float]
 
 
 def run(
-    fn: Callable[..., T],
-    args: Sequence[Any] = (),
-    nprocs: int | None = None,
-    params: Mapping[str, Any] | None = None,
-    timeout: float | None = None,
-    max_restarts: int = 0,
-    resources: Mapping[str, float] | None = None,
-    strategy: str = "PACK",
-) -> list[T]:
+    fn: Callable[..., T], args: Sequence[Any] = (), nprocs: int | None = None,
+    params: Mapping[str, Any] | None = None, timeout: float | None = None, max_restarts: int = 0,
+    resources: Mapping[str, float] | None = None, strategy: str = "PACK",
+) -> list[T]:  # fmt: skip
     """Run ``fn(rank, *args)`` in actors of Ray, like :func:`flashlight_py.spawn`.
 
     Each rank is an actor in a separate process; all actors are in one placement group. If Ray is

@@ -21,15 +21,10 @@ Outcomes = dict[int, bytes | Failure]  # by rank: the pickled result, or the fai
 
 
 def run(
-    name: str,
-    attempt: Callable[[Start, SpawnCall], Sequence[bytes]],
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    nprocs: int,
-    params: Mapping[str, Any] | None,
-    timeout: float | None,
+    name: str, attempt: Callable[[Start, SpawnCall], Sequence[bytes]], fn: Callable[..., Any],
+    args: Sequence[Any], nprocs: int, params: Mapping[str, Any] | None, timeout: float | None,
     max_restarts: int,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """Run ``fn(rank, *args)`` on ``nprocs`` ranks, like ``spawn``.
 
     ``attempt`` starts all ranks and returns their pickled results in rank order. Before it raises

@@ -30,13 +30,9 @@ _LOST = re.compile(r"ResultTask\(\d+, (\d+)\) finished unsuccessfully\.\s*([^\n]
 
 
 def run(
-    fn: Callable[..., T],
-    args: Sequence[Any] = (),
-    nprocs: int | None = None,
-    params: Mapping[str, Any] | None = None,
-    timeout: float | None = None,
-    max_restarts: int = 0,
-) -> list[T]:
+    fn: Callable[..., T], args: Sequence[Any] = (), nprocs: int | None = None,
+    params: Mapping[str, Any] | None = None, timeout: float | None = None, max_restarts: int = 0,
+) -> list[T]:  # fmt: skip
     """Run ``fn(rank, *args)`` in a barrier stage of Spark, like :func:`flashlight_py.spawn`.
 
     The call uses the active ``SparkContext``. Each rank is a task and needs a free slot. Its output

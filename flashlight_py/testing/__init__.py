@@ -1,4 +1,1 @@
-"""Tests on several ranks: a pytest plugin, and the processes that it starts.
-
-pytest loads ``flashlight_py.testing.plugin`` by itself. docs/testing.md describes the plugin.
-"""
+"""Tests on several ranks: a pytest plugin, which pytest loads by itself. See docs/testing.md."""

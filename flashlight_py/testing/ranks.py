@@ -40,6 +40,12 @@ _OUTPUT_LINES = 60
 class RankStuckError(BaseException):
     """A rank has not finished its task in time. ``except Exception`` does not catch it."""
 
+    def __init__(self, rank: int) -> None:
+        text = (
+            "had not finished at the timeout, or after a failure of another rank. If it needs more"
+        )
+        super().__init__(f"rank {rank} {text} time, pass a longer timeout")
+
 
 class Outcome(NamedTuple):
     """The outcome of a task on one rank: its return value, or a failure, and its last output."""
@@ -172,10 +178,7 @@ def run_tasks(link: Connection, rank: int) -> None:
 
     def stop(*_: object) -> None:
         if is_busy:
-            raise RankStuckError(
-                f"rank {rank} had not finished at the timeout, or after a failure of another rank. "
-                "If it needs more time, pass a longer timeout"
-            )
+            raise RankStuckError(rank)
 
     signal.signal(STUCK_SIGNAL, stop)
     while task := link.recv_bytes():

@@ -57,13 +57,10 @@ class Mark(NamedTuple):
 class Result(NamedTuple):
     """Reports of a test on one rank, its warnings, and a reason to end the session."""
 
+    failed: bool
     reports: list[dict[str, Any]]
     warnings: list[Any]
     end: str = ""
-
-    @property
-    def failed(self) -> bool:
-        return any(report["outcome"] == "failed" for report in self.reports)
 
 
 class ForkedRanks:
@@ -123,20 +120,21 @@ class ForkedRanks:
                 lambda entry: PACKAGE not in Path(entry.path).parents
             )
         report = yield
-        if report.failed:
+        if report.failed and error is None:
             report.failure = Failure(str(report.longrepr), time.monotonic())
-        if report.failed and error is not None:
+        elif report.failed and error is not None:
             abort.report(error.value)  # the other ranks raise PeerLostError at once
             failure = Failure.of_exception(error.value, time.monotonic())
-            lines = [entry.lineno + 1 for entry in error.traceback if entry.path == item.path]
-            line = f"{item.path.name}:{lines[-1]} " if lines else ""
-            report.failure = failure._replace(description=line + failure.description)
+            lines = [
+                f"{e.path.name}:{e.lineno + 1} " for e in error.traceback if e.path == item.path
+            ]
+            report.failure = failure._replace(description="".join(lines[-1:]) + failure.description)
         return report
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
         if self.rank is not None:
-            w = warning_message
-            self.warnings.append((str(w.message), w.category, w.filename, w.lineno))
+            text, kind = str(warning_message.message), warning_message.category
+            self.warnings.append((text, kind, warning_message.filename, warning_message.lineno))
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # before pytest-cov reads the data of the ranks
     def pytest_runtestloop(self) -> Any:
@@ -182,12 +180,9 @@ class ForkedRanks:
         option = self.config.option
         debugged = option.pdb_rank if option.usepdb else None
         env = {"FLASHLIGHT_TRACE_DIR": str(self.folders.getbasetemp()), **os.environ}
-        ranks = []
-        for rank in range(size):
-            shows = option.capture == "no" or rank == debugged
-            log = None if shows else folder / f"output-{rank}"
-            ranks.append(self.server.start(rank, env, log))
-        return Ranks(ranks)
+        shows = [option.capture == "no" or rank == debugged for rank in range(size)]
+        logs = [None if show else folder / f"output-{rank}" for rank, show in enumerate(shows)]
+        return Ranks([self.server.start(rank, env, log) for rank, log in enumerate(logs)])
 
     def end(self, ranks: Ranks, failed: bool = False) -> None:
         """Tear down the remaining fixtures, and let the ranks exit. If the last test ``failed``,
@@ -248,10 +243,10 @@ class ForkedRanks:
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         except pytest.exit.Exception as error:  # such as the end of the debugger
-            return Result([], [], str(error))
+            return Result(True, [], [], str(error))
         serialize = item.ihook.pytest_report_to_serializable
         reports = [serialize(config=self.config, report=report) for report in self.reports]
-        return Result(reports, self.warnings)
+        return Result(any(report.failed for report in self.reports), reports, self.warnings)
 
     def shared_folder(self, basename: str, numbered: bool = True) -> Path:
         """Return the same folder on every rank; all ranks ask for the same folders in order."""
@@ -281,8 +276,7 @@ def leave_world(rank: int, failed: bool = False) -> None:
 def report_of(item: pytest.Item, failure: Failure) -> Any:
     """Return the report of a rank whose process has ended."""
     text = f"{failure.description}\n{failure.traceback}".strip()
-    words: Any = dict.fromkeys(item.keywords, 1)
-    report: Any = pytest.TestReport(item.nodeid, item.location, words, "failed", text, "call")
+    report: Any = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
     report.failure = failure
     return report
 
