@@ -4,7 +4,7 @@ It has collectives, and variables, modules and optimizers for training. The same
 process, in one process per core, or on many hosts. Begin with ``distributed_init``.
 
 A name is imported at its first use. So the launcher starts without NumPy, and a program that only
-reduces arrays does not load modules and optimizers.
+reduces arrays does not load modules and optimizers. (For pytest: PYTEST_DONT_REWRITE.)
 """
 
 from __future__ import annotations
