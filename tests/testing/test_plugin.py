@@ -12,7 +12,6 @@ from tests.distributed.conformance import slow
 from tests.distributed.harness import mpirun_command
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 2.0  # from the timeout of a test to its report
 
 HEAD = """
 import ctypes, os, signal, time, warnings
@@ -220,8 +219,7 @@ def test_debugger_inspects_the_chosen_rank(tmp_path: Path) -> None:
     assert "('rank', 1)" in output
     assert "assert array(81) == (81 + 1)" in output
     output = session(tmp_path, *options[:3], text=TWO, answers="q\n", EXTRA="1")
-    assert "_pytest.outcomes.Exit: Quitting debugger" in output
-    assert "outcomes.py" not in output, "not the traceback of the end itself"
+    assert ("outcomes.Exit: Quitting debugger" in output, "outcomes.py" in output) == (True, False)
 
 
 def test_ranks_work_with_xdist_and_coverage(tmp_path: Path) -> None:
@@ -280,5 +278,5 @@ def test_ranks_of_mpirun_are_the_ranks_of_tests(tmp_path: Path) -> None:
 
 
 def test_comm_without_mpirun_advises_mpirun(tmp_path: Path) -> None:
-    output = session(tmp_path, "-k", "after", text=MPI)
-    assert "the fixture comm needs the ranks of MPI: mpirun -n 2 python -m pytest" in output
+    advice = "the fixture comm needs the ranks of MPI: mpirun -n 2 python -m pytest"
+    assert advice in session(tmp_path, "-k", "after", text=MPI)

@@ -309,8 +309,7 @@ class HierarchicalBackend(Backend):
         self._is_closed = True
         self._close_backends()
         thread, self._thread = self._thread, None
-        # The code that a signal handler interrupted may hold the queue's lock: do not wait for the
-        # thread.
+        # Do not wait for the thread: code that a signal interrupted may hold the queue's lock.
         if thread is not None and not self.callers.contains_this_thread():
             thread.shutdown(cancel_futures=True)
 
@@ -330,12 +329,13 @@ class FutureWork(Work):
         self._end_time = time.monotonic()
 
     def wait(self, timeout: float | None = None) -> Any:
-        if timeout is not None:
-            limit = min(timeout, threading.TIMEOUT_MAX)
-            if not futures.wait([self._future], limit).done:
-                raise wait_timeout_error("an operation over several hosts", timeout)
+        limit = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+        if timeout is not None and not futures.wait([self._future], limit).done:
+            raise wait_timeout_error("an operation over several hosts", timeout)
         try:
             return self._future.result()
+        except futures.CancelledError:  # by ``close``, before the thread had begun it
+            raise errors.GroupClosedError("the group is closed. Create it again") from None
         except FAILURES:
             self.is_settled = True
             raise
