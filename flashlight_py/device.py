@@ -22,7 +22,7 @@ def is_cupy(value: object) -> bool:
 
 
 def array_module(array: object) -> ModuleType:
-    """Return the module (``numpy`` or ``cupy``) whose functions apply to ``array``.
+    """Return the module (``numpy`` or ``cupy``) with the functions for ``array``.
 
     Arrays of other libraries name their module in ``__array_library__``.
     """

@@ -103,7 +103,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def start(self, call: Call) -> Work:
-        """Start ``call`` and return a ``Work``, whose ``wait()`` returns the result.
+        """Start ``call`` and return a ``Work``. Its ``wait()`` returns the result.
 
         The result is ``call.array`` for a verb that works in place, ``Matched`` if
         ``call.is_open``, else ``call.out`` or a new array. On a rank that gets no data, it is None.

@@ -121,7 +121,7 @@ class Done(Work):
 
 
 class Then(Work):
-    """An operation whose result is ``finish(result of work)``.
+    """An operation with the result ``finish(result of work)``.
 
     Only the first ``wait()`` calls ``finish``. Every ``wait()`` returns the same result or raises
     the same error.

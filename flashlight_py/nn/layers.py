@@ -428,7 +428,7 @@ class BinaryCrossEntropy(Function):
 class CategoricalCrossEntropy(Function):
     """The negative log probability of the target classes, from log probabilities.
 
-    Arguments and errors are those of ``functions.categorical_cross_entropy``.
+    Arguments and errors: see ``functions.categorical_cross_entropy``.
     """
 
     def __init__(
@@ -442,7 +442,7 @@ class CategoricalCrossEntropy(Function):
 class ConnectionistTemporalClassification(Function):
     """The negative log of the total probability of all alignments of inputs and targets.
 
-    Arguments and errors are those of ``functions.connectionist_temporal_classification``.
+    Arguments and errors: see ``functions.connectionist_temporal_classification``.
     """
 
     def __init__(

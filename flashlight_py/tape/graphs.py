@@ -117,9 +117,9 @@ class Recorder(Watcher):
             return group.journal.run(calls, name, lambda: backend.start(call))
         return group.journal.run(calls, name, lambda: backend.start_many(calls))
 
-    # These methods replace those of ``Comparisons``. During a capture ranks compare nothing,
-    # because a rank that cannot capture the step does not reach the call. All ranks compare digests
-    # after the capture.
+    # The next methods override ``Comparisons``, so that ranks compare nothing during a capture: a
+    # rank that cannot capture the step does not reach the call. After the capture, all ranks
+    # compare digests.
 
     def post(self, call: Call) -> None:
         """Compare nothing."""

@@ -86,7 +86,7 @@ class TcpStore(TreeStore):
         return [Offer(self._addresses, self.job_secret, advice="; set another MASTER_PORT")]
 
 
-# Where rank 0 listens ----------------------------------------------------------------------------
+# Address of rank 0 -------------------------------------------------------------------------------
 
 
 def create_listeners(host: str, port: int, backlog: int, one_host: bool) -> list[system.Socket]:

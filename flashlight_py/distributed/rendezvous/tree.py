@@ -445,7 +445,7 @@ class TreeNode(Gate):
 
 
 class TreeStore(MeetingPoint):
-    """A store whose ranks meet in a tree."""
+    """A store that connects the ranks in a tree."""
 
     def __init__(self, rank: int, size: int, timeout: float, loopback: Sequence[str] = ()) -> None:
         """Create the tree. Raise an error if this host reaches no address of ``loopback``."""
