@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from flashlight_py.testing.session import NUMBER, ForkedRanks
-
+NUMBER = "number_of_ranks"  # parameter of tests with the mark ranks([1, 2])
 NAME = "flashlight-ranks"  # of the plugin
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -24,12 +23,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     text = "ranks(n, timeout=60, fresh=False): run on n ranks, or on each number of ranks in a list"
     config.addinivalue_line("markers", f"{text}; timeout: seconds; fresh: in new processes")
-    kind = ForkedRanks
-    if any(int(os.environ.get(name, "1")) > 1 for name in MPI_SIZES):
-        from flashlight_py.testing.mpi import MpiRanks
 
-        kind = MpiRanks
-    config.pluginmanager.register(kind(config), NAME)
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Prepare the ranks, if a test needs them. Other sessions import nothing for them."""
+    if not any(item.get_closest_marker("ranks") for item in session.items):
+        return
+    if under_mpirun():
+        from flashlight_py.testing.mpi import MpiRanks as Ranks
+    else:
+        from flashlight_py.testing.session import ForkedRanks as Ranks  # type: ignore[assignment]
+    ranks = Ranks(session)
+    session.config.pluginmanager.register(ranks, NAME)
+    ranks.prepare()
+
+
+def under_mpirun() -> bool:
+    return any(int(os.environ.get(name, "1")) > 1 for name in MPI_SIZES)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -42,4 +52,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def comm(request: pytest.FixtureRequest) -> Any:
     """Return the ``mpi4py.MPI.Comm`` of the ranks of this test, in a session under mpirun."""
-    return request.config.pluginmanager.getplugin(NAME).comm_of(request.node.nodeid)
+    ranks = request.config.pluginmanager.getplugin(NAME)
+    if ranks is None or not under_mpirun():
+        pytest.fail("the fixture comm needs the mark ranks(n) and mpirun -n N python -m pytest")
+    return ranks.comm_of(request.node.nodeid)

@@ -22,9 +22,9 @@ from _pytest.runner import runtestprotocol
 import flashlight_py as fl
 from flashlight_py.distributed.internal import abort
 from flashlight_py.launch.failures import Failure, first_cause
+from flashlight_py.testing.plugin import NUMBER
 from flashlight_py.testing.ranks import ForkServer, Outcome, Ranks
 
-NUMBER = "number_of_ranks"  # parameter of tests with the mark ranks([1, 2])
 START_SECONDS = 60.0  # also for the teardown of fixtures at the end
 GRACE_SECONDS = 1.0  # for the other ranks after a failure
 FOREVER = 1e6  # seconds, for the debugger
@@ -68,18 +68,18 @@ class ForkedRanks:
 
     here: ForkedRanks  # in a rank
 
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
+    def __init__(self, session: pytest.Session) -> None:
+        self.session, self.config = session, session.config
+        self.items = {item.nodeid: item for item in session.items}
         self.rank: int | None = None  # None in the process that reports
         self.worlds: dict[int, Ranks] = {}
         self.following: dict[str, str] = {}  # the next test of the same ranks
         self.size = 0  # of the world that this rank has joined
         self.server: ForkServer | None = None
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.session, self.items = session, {item.nodeid: item for item in session.items}
+    def prepare(self) -> None:
         self.marks = {name: mark for name, item in self.items.items() if (mark := Mark.of(item))}
-        if not self.marks or self.config.option.collectonly:
+        if self.config.option.collectonly:
             return
         if self.config.pluginmanager.hasplugin("timeout"):  # its limit would end this process
             for name in self.marks:
@@ -145,10 +145,6 @@ class ForkedRanks:
                 self.end(ranks)
             if self.server is not None:
                 self.server.close()
-
-    def comm_of(self, name: str) -> Any:
-        command = f"mpirun -n {self.marks.get(name, Mark(1)).n} python -m pytest"
-        pytest.fail(f"the fixture comm needs the ranks of MPI: {command}", pytrace=False)
 
     # In the process that reports
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,9 @@ from tests.distributed.conformance import slow
 from tests.distributed.harness import mpirun_command
 from tests.examples.programs import EXAMPLES
 from tests.launch.launcher import run
+from tests.testing import test_plugin
 
-PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
+PYTEST = (*test_plugin.PYTEST, "-p", "no:cacheprovider")
 PAGE = (EXAMPLES.parent / "docs/testing.md").read_text()
 
 

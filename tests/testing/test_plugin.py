@@ -12,6 +12,8 @@ from tests.distributed.conformance import slow
 from tests.distributed.harness import mpirun_command
 
 ROOT = Path(__file__).parents[2]
+# On a CI server, pytest prints whole assertions without their kind.
+PYTEST = ("env", "-u", "CI", "-u", "BUILD_NUMBER", sys.executable, "-m", "pytest")
 
 HEAD = """
 import ctypes, os, signal, time, warnings
@@ -142,7 +144,7 @@ def session(
     (folder / "test_it.py").write_text(HEAD + text)
     (folder / "pytest.ini").touch()
     done = subprocess.run(
-        [*(launcher or []), sys.executable, "-m", "pytest", *options],
+        [*(launcher or []), *PYTEST, *options],
         cwd=folder,
         input=answers,
         capture_output=True,
@@ -278,5 +280,5 @@ def test_ranks_of_mpirun_are_the_ranks_of_tests(tmp_path: Path) -> None:
 
 
 def test_comm_without_mpirun_advises_mpirun(tmp_path: Path) -> None:
-    advice = "the fixture comm needs the ranks of MPI: mpirun -n 2 python -m pytest"
+    advice = "the fixture comm needs the mark ranks(n) and mpirun -n N python -m pytest"
     assert advice in session(tmp_path, "-k", "after", text=MPI)
