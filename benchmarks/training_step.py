@@ -38,15 +38,7 @@ from harness.step_cases import (
     measure_functions,
     pythons_of,
 )
-from harness.step_targets import (
-    CAPTURED,
-    EAGER,
-    HAND_WRITTEN,
-    RECORDS,
-    TRAINING,
-    TWENTY,
-    verdicts,
-)
+from harness.step_targets import CAPTURED, EAGER, HAND_WRITTEN, RECORDS, TRAINING, TWENTY, verdicts
 from harness.whole_training import train
 
 PARTS = ("steps", "functions", "grid", "training")

@@ -68,8 +68,7 @@ def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> 
     if "OMP_NUM_THREADS" in environ:
         return {}
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    share = str(max(1, cores // processes))
-    return {name: share for name in names if name not in environ}
+    return {name: str(max(1, cores // processes)) for name in names if name not in environ}
 
 
 def fair_share(rank: int, affinities: Sequence[AbstractSet[int]]) -> int:

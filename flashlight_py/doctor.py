@@ -452,8 +452,7 @@ def trials(timeout: float, findings: Iterable[Finding]) -> Iterator[Finding]:
         if not problem and facts["ranks"] != ranks:
             problem = f"expected {ranks} ranks, got {facts['ranks']}. Use the library's mpirun"
         if problem:
-            remedy = "see docs/errors.md, and docs/mpi.md for MPI"
-            yield Finding(name, FAILED, problem, remedy)
+            yield Finding(name, FAILED, problem, "see docs/errors.md, and docs/mpi.md for MPI")
             continue
         times = [
             f"{s * 1e3:.3g} ms" if s >= 1e-3 else f"{s * 1e6:.3g} us" for s in facts["seconds"]

@@ -119,8 +119,7 @@ def state_dict() -> dict[str, Any]:
     """Return the seed and a copy of the state of each generator that was used."""
     if thread_state.recorder is not None:
         thread_state.recorder.leave("the state of the random generator is read,")
-    generators = {**_generators, **_kept}
-    states = {name: state_of(generator) for name, generator in generators.items()}
+    states = {name: state_of(generator) for name, generator in {**_generators, **_kept}.items()}
     return {"seed": _seed, "generators": states}
 
 

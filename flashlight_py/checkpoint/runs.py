@@ -252,8 +252,7 @@ def _newest_intact(path: Path, context: str) -> tuple[_IntactCheckpoint | None, 
         skipped = tuple(text for path_tried, text in reasons.items() if os.path.lexists(path_tried))
         for reason in skipped:
             _log.warning(
-                "%s: checkpoint skipped: %s. %s is used instead",
-                *(context, reason, newest.name),
+                "%s: checkpoint skipped: %s. %s is used instead", *(context, reason, newest.name)
             )
         return _IntactCheckpoint(newest, manifest, skipped), state
     if reasons:

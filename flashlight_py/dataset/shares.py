@@ -92,8 +92,7 @@ def epoch_order(n: int, seed: int, epoch: int) -> Indices:
     """
     # With a spawn key, each epoch has its own random bits. With [seed, epoch] as entropy, a large
     # seed could give the bits of another seed and epoch.
-    seeds = np.random.SeedSequence(seed, spawn_key=(epoch,))
-    keys = np.random.PCG64(seeds).random_raw(n)
+    keys = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,))).random_raw(n)
     bits = n.bit_length()
     keys >>= bits
     keys <<= bits

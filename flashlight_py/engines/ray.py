@@ -257,8 +257,7 @@ class _TrainerWorld:
 
         start = Start(len(workers))
         world = (workers.execute_single(0, listen_on_node, start.key), backend_config.params)
-        joins = [workers.execute_single_async(i, start.join, i, *world) for i in range(start.size)]
-        ray.get(joins)
+        ray.get([workers.execute_single_async(i, start.join, i, *world) for i in range(start.size)])
 
     def on_shutdown(self, workers: Any, _: _TrainerConfig) -> None:
         """Make the workers leave the world. After 5 seconds, Ray kills the remaining workers."""

@@ -103,8 +103,7 @@ def wait_for_slots(
 
 def lost_rank(reason: object) -> Failure:
     """Return the Failure of a rank that ended without a report. The engine gives the ``reason``."""
-    text = str(reason)
-    line = next((line for line in text.splitlines() if line.strip()), type(reason).__name__)
+    line = next((line for line in str(reason).splitlines() if line.strip()), type(reason).__name__)
     return Failure(f"was lost: {line}", time.monotonic())
 
 

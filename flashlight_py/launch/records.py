@@ -33,8 +33,7 @@ class RecordPipe:
         """Return the path of the latest record of each rank that has written a record."""
         self._read()
         # Text after the last line end is incomplete.
-        lines = os.fsdecode(self._text).split("\n")[:-1]
-        entries = (line.partition(" ") for line in lines)
+        entries = (line.partition(" ") for line in os.fsdecode(self._text).split("\n")[:-1])
         return {
             int(rank): Path(path)
             for rank, _, path in entries

@@ -208,8 +208,7 @@ class Module(Structured, ABC):
             shapes: dict[str, tuple[int, ...]] = {}
             for name, variable in submodule._own_params():
                 if variable not in seen:
-                    placement = variable.placement
-                    seen[variable] = shapes[name] = tuple((placement or variable).shape)
+                    seen[variable] = shapes[name] = tuple((variable.placement or variable).shape)
             count = sum(map(math.prod, shapes.values()))
             shapes |= {name: getattr(submodule, name).shape for name in submodule._buffer_names}
             arrays = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())

@@ -136,8 +136,7 @@ class MultiheadAttention(Plain):
             projected = F.linear(first, self.in_proj_weight, self.in_proj_bias)
             return self.out_proj(F.self_attention(projected, self.heads, *options))
         biases = [None] * 3 if self.in_proj_bias is None else F.split(self.in_proj_bias, 3)
-        weights = F.split(self.in_proj_weight, 3)
-        q, k, v = map(self._projected, variables, weights, biases)
+        q, k, v = map(self._projected, variables, F.split(self.in_proj_weight, 3), biases)
         joined = F.transpose(F.attention(q, k, v, *options), (0, 2, 1, 3))
         return self.out_proj(F.reshape(joined, first.shape))
 
@@ -169,8 +168,7 @@ class TransformerLayer(Module):
             return F.dropout(self.self_attn(x, mask), ratio)
 
         def fed(x: Variable) -> Variable:
-            inner = F.dropout(activation(self.linear1(x)), ratio)
-            return F.dropout(self.linear2(inner), ratio)
+            return F.dropout(self.linear2(F.dropout(activation(self.linear1(x)), ratio)), ratio)
 
         if self.norm == "pre":
             x = x + attended(self.norm1(x))

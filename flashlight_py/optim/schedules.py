@@ -233,8 +233,7 @@ class OneCycleLR(LearningRateSchedule):
                     "of steps of the run as total_steps"
                 )
             step = min(step, total - 1)
-            phases = ((a, b) for a, b in pairwise(turns) if step <= b[0])
-            (begin, start), (end, goal) = next(phases)
+            (begin, start), (end, goal) = next((a, b) for a, b in pairwise(turns) if step <= b[0])
             return shape(start, goal, (step - begin) / (end - begin))
 
         super().__init__(optimizer, formula)

@@ -3,11 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.parallel import functional
-from flashlight_py.parallel.data import (
-    DistributedDataContainer,
-    DistributedSampler,
-    ShardedDataset,
-)
+from flashlight_py.parallel.data import DistributedDataContainer, DistributedSampler, ShardedDataset
 from flashlight_py.parallel.data_parallel import (
     all_reduce_gradients,
     distribute_module_grads,

@@ -124,8 +124,7 @@ def equal_on_all_ranks(data: bytes, group: ProcessGroup, *others: int) -> tuple[
 
 
 def digest(data: bytes) -> int:
-    sha1 = hashlib.sha1(data, usedforsecurity=False).digest()
-    return int.from_bytes(sha1[:8], "little") >> 1
+    return int.from_bytes(hashlib.sha1(data, usedforsecurity=False).digest()[:8], "little") >> 1
 
 
 def gather_json(data: object, group: ProcessGroup) -> list[Any]:

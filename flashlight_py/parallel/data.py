@@ -462,8 +462,7 @@ class ShardedDataset(InEpochs, Dataset):
 
     def handed_out(self, index: int) -> None:
         """Count all batches up to ``index`` as used, because an iterator has returned ``index``."""
-        is_last = index + 1 >= len(self)
-        self._count(self._left if is_last else (index + 1) * self._batch_size)
+        self._count(self._left if index + 1 >= len(self) else (index + 1) * self._batch_size)
 
     def get(self, index: int) -> Sample:
         """Return this rank's part of global batch ``index``: arrays of shape (part, ...).
@@ -474,8 +473,7 @@ class ShardedDataset(InEpochs, Dataset):
         if part:
             return self._dataset.take(self._at(part))
         # Read one row for dtypes and shapes: a user's dataset may not support empty indices.
-        row = self._dataset.take(self._at(batch[:1]))
-        return tuple([field[:0] for field in row])
+        return tuple([field[:0] for field in self._dataset.take(self._at(batch[:1]))])
 
     def weight(self, index: SupportsIndex) -> float:
         """Return the weight of this rank's part of global batch ``index``; 0 if the part is empty.

@@ -85,8 +85,7 @@ def fully_shard(
             remedy = "Remove across_hosts: on GPUs everything is sharded over all ranks"
             raise ValueError(f"fully_shard: expected NumPy arrays, got CuPy arrays. {remedy}")
         with reject_together(members, "fully_shard"):
-            sync = shard_by_gathering(module, members)
-            install_pass(module, sync, before_forward)
+            install_pass(module, shard_by_gathering(module, members), before_forward)
         return
     for name, param in named.items():
         if param.placement is not None and param.placement.is_cut:

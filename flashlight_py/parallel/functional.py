@@ -106,8 +106,7 @@ def reduce_scatter(
         scale_in_place(gathered, factor)
         return gathered
 
-    part = call.group.reduce_scatter(v.data, scale=scale, op=op)
-    return call.record(v, part, vjp=gather)
+    return call.record(v, call.group.reduce_scatter(v.data, scale=scale, op=op), vjp=gather)
 
 
 def all_gather(v: Variable, *, group: ProcessGroup | None = None) -> Variable:

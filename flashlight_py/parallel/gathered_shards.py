@@ -71,8 +71,7 @@ def _flats(module: Module, group: ProcessGroup) -> Iterator[Flat]:
                 seen.add(param)
                 kinds.setdefault((param.dtype.name, device_of(param.data)), []).append(param)
         for params in kinds.values():
-            elements = sum(param.size for param in params)
-            least = max(1, -(-elements // (group.size * GRAIN))) * GRAIN
+            least = max(1, -(-sum(param.size for param in params) // (group.size * GRAIN))) * GRAIN
             row = next(row for row in itertools.count(least, GRAIN) if row not in rows)
             rows.add(row)
             yield Flat(params, group, row)

@@ -292,8 +292,7 @@ def used_on_any_rank(used: Iterable[bool], group: ProcessGroup | None) -> list[b
 def reduce_used(params: Sequence[Variable], scale: float, group: ProcessGroup | None) -> None:
     """Sum each gradient that any rank has, times ``scale``, in place. Collective, blocking."""
     used = used_on_any_rank((param.grad is not None for param in params), group)
-    used_params = itertools.compress(params, used)
-    reduce_all([gradient_of(param) for param in used_params], scale, group)
+    reduce_all([gradient_of(param) for param in itertools.compress(params, used)], scale, group)
 
 
 def shared_zeros(size: int, dtype: DTypeLike, group: ProcessGroup | None) -> Array:

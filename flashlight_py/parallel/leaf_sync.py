@@ -303,8 +303,7 @@ class LeafSync(GradientPass[PassBucket]):
         """Return for each parameter whether any rank used it; MismatchError if the steps differ."""
         if self.members.size == 1:
             return used
-        facts = json.dumps(self._facts).encode()
-        agreed, any_used = equal_on_all_ranks(facts, self.members, *used)
+        agreed, any_used = equal_on_all_ranks(json.dumps(self._facts).encode(), self.members, *used)
         if agreed:
             return any_used
         differing = ", ".join(differences(gather_json(self._facts, self.members)))

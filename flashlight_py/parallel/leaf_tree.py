@@ -235,8 +235,7 @@ class Rows(HoldsState):
         empty = np.empty((size, 0, part), self.dtype)  # what a rank without leaves sends
         parts = [array.reshape(size, 1, part) for array in sums] or [empty]
         sent = (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).reshape(-1, part)
-        is_even = len({len(host) for host in hosts}) == 1
-        counts = None if is_even else [len(sums)] * size
+        counts = None if len({len(host) for host in hosts}) == 1 else [len(sums)] * size
         received: list[Array] = list(across.all_to_all(sent, rows=counts))
         fold(received, last_steps, scale, [received[0]])
         across.all_gather(received[0], out=targets[0])

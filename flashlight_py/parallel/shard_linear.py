@@ -82,8 +82,7 @@ def shard_linear(
     axis = 0 if how == "column" else 1
     cut = Cut(group, axis, _sizes(sizes, layer.weight.shape[axis], members.size))
     check_settings_agree("shard_linear", {"how": how, "sizes": str(cut.sizes)}, members)
-    params = layer.named_params()
-    digests = check_modules_agree(params, members, with_values=True)
+    digests = check_modules_agree(layer.named_params(), members, with_values=True)
     if len(set(digests)) > 1:
         raise MismatchError(
             f"shard_linear: rank {members.rank} of {members.size}: expected the same values on "
@@ -185,8 +184,7 @@ class CutParameter(Placement):
 
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
         assert variable.grad is not None
-        arrays = (variable.data, variable.grad, *states)
-        return [tuple(array.reshape(-1) for array in arrays)]
+        return [tuple(array.reshape(-1) for array in (variable.data, variable.grad, *states))]
 
     def full_state(self, state: Array) -> Array:
         if self._axis == 0:

@@ -95,8 +95,7 @@ def plan(
             step = limit // rows * rows or limit
         *starts, last = itertools.accumulate((param.size for param in bucket_params), initial=end)
         begin, end = end, end + -(-(last - end) // grain) * grain
-        edges = [*range(begin, end, step), end]
-        chunks = list(itertools.starmap(slice, itertools.pairwise(edges)))
+        chunks = list(itertools.starmap(slice, itertools.pairwise([*range(begin, end, step), end])))
         buckets.append(HostBucket(name, bucket_params, starts, chunks))
     return buckets, end
 
@@ -169,8 +168,7 @@ class HostMemory:
                 for bucket in self.buckets
                 for chunk in bucket.chunks
             )
-            nbytes = -(-largest // 4096) * 4096
-            shape = local.size, 2, nbytes
+            shape = local.size, 2, -(-largest // 4096) * 4096
             staging = map_zeros(local, math.prod(shape), "buckets of fully_shard", self._unwritten)
             self._staging = staging.reshape(shape)
 

@@ -366,6 +366,5 @@ def _product_into(room: Array, a: Array, b: Array, low: int) -> None:
         else:
             rows = (end - at) // columns
             stop = at + rows * columns
-            block = room[at - low : stop - low].reshape(rows, columns)
-            np.dot(a[row : row + rows], b, out=block)
+            np.dot(a[row : row + rows], b, out=room[at - low : stop - low].reshape(rows, columns))
         at = stop

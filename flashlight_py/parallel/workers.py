@@ -498,8 +498,7 @@ class DataParallel(Module):
         compute = partial(instead, self.module) if instead else self.module.forward
         inputs, options = join_parts(form, [part[own_rows] for part in parts])
         form, results = split_parts(compute(*inputs, **options), is_data, "a result")
-        joined = graph.join(results, team.fill(answers)[: count - 1], params, parts)
-        return join_parts(form, joined)
+        return join_parts(form, graph.join(results, team.fill(answers)[: count - 1], params, parts))
 
     def close(self) -> None:
         """End the workers now. Blocks until they have exited. A later call starts new workers."""

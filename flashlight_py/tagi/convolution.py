@@ -263,8 +263,7 @@ def _columns(
     Arrays are ``[matrices, inputs, columns]``. All arrays of a thread use the same memory.
     """
     memory = CACHED_ON_GPU if is_cupy(like) else CACHED
-    columns = max(COLUMNS, memory // (REAL.itemsize * inputs * matrices))
-    parts = list(windows.parts(batch, columns))
+    parts = list(windows.parts(batch, max(COLUMNS, memory // (REAL.itemsize * inputs * matrices))))
     counts = [part.columns.stop - part.columns.start for part in parts]
     size = matrices * inputs * max(counts)
     if is_cupy(like):

@@ -253,8 +253,7 @@ class Gates(NamedTuple):
         biases = (None, None) if self.biases is None else (self.biases.mean, self.biases.variance)
         arrays = (self.weight.mean, self.weight.variance, *biases, x, x_variance)
         self._call(kernels, "forward", rows, *arrays, h, v_h, joined, slopes, last)
-        after = None if last is None else States(*last)
-        return h, v_h, after, Pass(joined, slopes, True)
+        return h, v_h, (None if last is None else States(*last)), Pass(joined, slopes, True)
 
     def _backward_natively(
         self, memory: Pass, d: Array, e: Array, needs_input: bool

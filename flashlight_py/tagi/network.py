@@ -349,8 +349,7 @@ def _end_of_layer_norm(data: bytes, offset: int, following: BaseLayer | None) ->
     In files of pytagi, the LayerNorm's record ends with moments of each sample of the last batch.
     """
     if following is None:
-        remaining = len(data) - offset
-        return len(data) if remaining % (2 * FLOATS.itemsize) == 0 else offset
+        return len(data) if (len(data) - offset) % (2 * FLOATS.itemsize) == 0 else offset
     step, head = 2 * FLOATS.itemsize, _head(following)
     for start in range(offset, len(data), step):
         if data.startswith(head, start):

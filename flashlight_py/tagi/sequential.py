@@ -321,8 +321,7 @@ class Sequential(Network):
 
     def _input(self, mu_x: Any, var_x: Any) -> BaseHiddenStates:
         mean = as_real("mu_x", mu_x, self.device, copy=True)
-        shape = self._shape_of_samples(mean.shape)
-        mean = mean.reshape(-1, *shape)
+        mean = mean.reshape(-1, *self._shape_of_samples(mean.shape))
         if var_x is None:
             return BaseHiddenStates(mean)
         variance = as_real("var_x", var_x, self.device, copy=True, shape=mean.shape)

@@ -146,8 +146,7 @@ class OutputUpdater:
                 f"outputs, got {indices.min()} to {indices.max()}"
             )
         observed = self._observed(mu_obs, indices.shape)
-        errors = self._variances(var_obs, indices.shape)
-        d, e = deltas_of(output_states, indices, observed, errors)
+        d, e = deltas_of(output_states, indices, observed, self._variances(var_obs, indices.shape))
         delta_states.mean, delta_states.variance = d, e
 
     def update_heteros(

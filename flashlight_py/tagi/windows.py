@@ -139,8 +139,7 @@ def patches(
         columns = out.reshape(images.shape[1], k, k, padded.shape[0], -1, windows.out_width)
         for y in range(k):
             for x in range(k):
-                element = windows.at(padded, y, x)[:, :, part.rows]
-                columns[:, y, x] = element.transpose(1, 0, 2, 3)
+                columns[:, y, x] = windows.at(padded, y, x)[:, :, part.rows].transpose(1, 0, 2, 3)
 
     copy_windows(mean, out[0])
     if variance is not None:

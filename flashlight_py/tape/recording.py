@@ -251,8 +251,7 @@ class Recording(Watcher):
             )
             return
         condition = value.astype(np.bool_) if is_true else np.logical_not(value)
-        required = self.noted(condition.plain)
-        self.notes.append(Note(function, args, effect=True, required=required))
+        self.notes.append(Note(function, args, effect=True, required=self.noted(condition.plain)))
 
     def effect(
         self, function: Any, inputs: Any = ((), {}), result: Any = None, changed: Any = ()

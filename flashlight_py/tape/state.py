@@ -200,8 +200,7 @@ class State:
                 if isinstance(holder, dict) and not is_held and hasattr(type(value), "__get__"):
                     # The functions of methods and properties, also in base classes, for super().
                     behind = [getattr(value, attr, None) for attr in ("fget", "func", "__func__")]
-                    function = next(filter(None, behind), value)
-                    self._start(function, of)
+                    self._start(next(filter(None, behind), value), of)
                     self._compare(holder, name, of, value)
                 elif first.get(name, one) is holder and (is_held or not plain_arrays(value)):
                     self._note_value(holder, name, of, value, _NAMED)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.testing.ranks import Outcome, RankStuckError
-from flashlight_py.testing.session import GRACE_SECONDS, ForkedRanks, Mark, leave_world
+from flashlight_py.testing.session import FOREVER, GRACE_SECONDS, ForkedRanks, Mark, leave_world
 
 
 class MpiRanks(ForkedRanks):
@@ -28,6 +30,7 @@ class MpiRanks(ForkedRanks):
         self.stderr = os.dup(2)  # pytest replaces descriptor 2 during tests
         ForkedRanks.here = self
         if self.world.rank > 0:
+            self.config.get_terminal_writer().flush()
             self.config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
         if len(set(map(tuple, self.world.allgather(list(self.items))))) > 1:
             raise pytest.UsageError(
@@ -35,12 +38,18 @@ class MpiRanks(ForkedRanks):
                 f"on rank {self.world.rank}. Select and order them without randomness"
             )
         for name, item in self.items.items():
-            mark = self.marks.setdefault(name, Mark(1))
+            mark = self.marks.setdefault(name, Mark(1, FOREVER))
             if mark.n > self.world.size:
                 reason = f"needs {mark.n} ranks: mpirun -n {mark.n} python -m pytest"
                 item.add_marker(pytest.mark.skip(reason=reason))
                 self.marks[name] = mark._replace(n=1)
-        self.folders.mktemp = self.shared_folder
+        pairs = itertools.pairwise(self.items)
+        self.following = {a: b for a, b in pairs if self.marks[a].n == self.marks[b].n}
+        self.share_folders()
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        if not isinstance(excinfo.value, pytest.exit.Exception):  # of which all ranks know
+            self.world.Abort(pytest.ExitCode.INTERRUPTED)
 
     @pytest.hookimpl(trylast=True)  # after the report of the error
     def pytest_internalerror(self, excrepr: object) -> None:
@@ -49,11 +58,15 @@ class MpiRanks(ForkedRanks):
             os.write(self.stderr, f"rank {self.world.rank}:\n{excrepr}\n".encode())
         self.world.Abort(pytest.ExitCode.INTERNAL_ERROR)  # the other ranks wait for this one
 
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
+        if self.rank:  # rank 0 prints its own warnings already
+            super().pytest_warning_recorded(warning_message)
+
     def comm_of(self, name: str) -> Any:
         return self.comms[self.marks[name].n]
 
-    def outcomes(self, name: str, mark: Mark) -> list[Outcome]:
-        rank, n = self.world.rank, mark.n
+    def outcomes(self, item: pytest.Item, mark: Mark) -> list[Outcome]:
+        rank, n, name = self.world.rank, mark.n, item.nodeid
         folder = self.world.bcast(self.new_folder("ranks") if rank == 0 else None)
         if n not in self.comms:
             self.comms[n] = self.world.Split(int(rank >= n), rank)
@@ -62,17 +75,19 @@ class MpiRanks(ForkedRanks):
         outcome = None
         if rank < n:
             with limited(rank, mark.timeout, self.stderr):
-                outcome = Outcome(rank, self.run_here(rank, n, name, None, folder))
+                outcome = Outcome(
+                    rank, self.run_here(rank, n, name, self.following.get(name), folder)
+                )
             self.rank = None
         self.size = n
         outcomes: list[Any] = self.world.allgather(outcome)[:n]
         if any(one.value.failed for one in outcomes):
-            self.leave()
+            self.leave(Exception)  # a fixture that uses other ranks cannot succeed
         return outcomes
 
-    def leave(self) -> None:
+    def leave(self, ignored: type[Exception] = fl.errors.DistributedError) -> None:
         if self.world.rank < self.size:
-            with contextlib.suppress(fl.errors.DistributedError):  # after a failure
+            with contextlib.suppress(ignored):
                 leave_world(self.world.rank)
         self.size = 0
 

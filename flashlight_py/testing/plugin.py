@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-NUMBER = "number_of_ranks"  # parameter of tests with the mark ranks([1, 2])
+from flashlight_py.testing import NUMBER
+
 NAME = "flashlight-ranks"  # of the plugin
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -53,6 +54,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def comm(request: pytest.FixtureRequest) -> Any:
     """Return the ``mpi4py.MPI.Comm`` of the ranks of this test, in a session under mpirun."""
     ranks = request.config.pluginmanager.getplugin(NAME)
-    if ranks is None or not under_mpirun():
-        pytest.fail("the fixture comm needs the mark ranks(n) and mpirun -n N python -m pytest")
+    if ranks is None:
+        return request.getfixturevalue("comm")  # of another plugin
+    if not under_mpirun():
+        pytest.fail("the fixture comm needs mpirun -n RANKS python -m pytest", pytrace=False)
     return ranks.comm_of(request.node.nodeid)

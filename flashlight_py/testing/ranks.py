@@ -41,10 +41,8 @@ class RankStuckError(BaseException):
     """A rank has not finished its task in time. ``except Exception`` does not catch it."""
 
     def __init__(self, rank: int) -> None:
-        text = (
-            "had not finished at the timeout, or after a failure of another rank. If it needs more"
-        )
-        super().__init__(f"rank {rank} {text} time, pass a longer timeout")
+        when = "at the timeout, or after a failure of another rank"
+        super().__init__(f"rank {rank} had not finished {when}. If needed, pass a longer timeout")
 
 
 class Outcome(NamedTuple):
@@ -79,6 +77,7 @@ class ForkServer:
     """
 
     def __init__(self, prepare: Callable[[], object] = gc.collect) -> None:
+        sys.stdout.flush()  # otherwise each rank could print the buffered text again
         self._channel, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with warnings.catch_warnings(), other_end:
             # Python warns of any other thread. Those of BLAS libraries survive a fork.
@@ -148,6 +147,8 @@ def _become_rank(
         with log.open("ab") as output, open(os.devnull, "rb") as nothing:
             for descriptor, file in enumerate((nothing, output, output)):
                 os.dup2(file.fileno(), descriptor)
+    for stream in (sys.stdout, sys.stderr):  # a rank that is killed has sent its last line
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(env)
     run_tasks(link, rank)
@@ -242,8 +243,12 @@ class Ranks:
         except (EOFError, ConnectionResetError):
             code = rank.wait(_ENDING_SECONDS)
             value, failure = None, Failure(describe_exit(code), time.monotonic(), exit_code=code)
-        lines = rank.log.read_bytes()[seen:].decode(errors="replace").splitlines()
-        return Outcome(number, value, failure, "\n".join(lines[-_OUTPUT_LINES:]))
+        with rank.log.open("rb") as log:
+            log.seek(seen)
+            lines = log.read().decode(errors="replace").splitlines()
+        if len(lines) > _OUTPUT_LINES:
+            lines = [f"[{len(lines) - _OUTPUT_LINES} earlier lines]", *lines[-_OUTPUT_LINES:]]
+        return Outcome(number, value, failure, "\n".join(lines))
 
     def close(self, timeout: float) -> list[int | None]:
         """Let the ranks exit. Return each exit code, None for a rank that had to be killed."""

@@ -22,12 +22,12 @@ from _pytest.runner import runtestprotocol
 import flashlight_py as fl
 from flashlight_py.distributed.internal import abort
 from flashlight_py.launch.failures import Failure, first_cause
-from flashlight_py.testing.plugin import NUMBER
+from flashlight_py.testing import NUMBER
 from flashlight_py.testing.ranks import ForkServer, Outcome, Ranks
 
-START_SECONDS = 60.0  # also for the teardown of fixtures at the end
-GRACE_SECONDS = 1.0  # for the other ranks after a failure
-FOREVER = 1e6  # seconds, for the debugger
+END_SECONDS = 60.0  # for the teardown of fixtures after the last test
+GRACE_SECONDS = 1.0  # for the other ranks after the process of a rank has ended
+FOREVER = 1e6  # seconds, for the debugger and tests without the mark
 PACKAGE = Path(fl.__file__).parent
 
 
@@ -47,7 +47,7 @@ class Mark(NamedTuple):
             if hasattr(item, "callspec"):
                 read = read._replace(n=item.callspec.params.get(NUMBER, read.n))
             if isinstance(read.n, int) and read.n > 0 and read.timeout > 0:
-                return read
+                return read._replace(timeout=min(read.timeout, FOREVER))
         raise pytest.UsageError(
             f"{item.nodeid}: expected the mark ranks(n or [n, ...], timeout=60, fresh=False) with "
             f"positive numbers, got {mark}. timeout is in seconds"
@@ -55,12 +55,13 @@ class Mark(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Reports of a test on one rank, its warnings, and a reason to end the session."""
+    """Reports of a test on one rank, its warnings, and the arguments of ``pytest.exit``."""
 
     failed: bool
     reports: list[dict[str, Any]]
     warnings: list[Any]
-    end: str = ""
+    exit: tuple[str, int | None] | None = None
+    stop: bool | str = False  # session.shouldstop
 
 
 class ForkedRanks:
@@ -72,7 +73,7 @@ class ForkedRanks:
         self.session, self.config = session, session.config
         self.items = {item.nodeid: item for item in session.items}
         self.rank: int | None = None  # None in the process that reports
-        self.worlds: dict[int, Ranks] = {}
+        self.worlds: dict[int, tuple[Ranks, pytest.Item]] = {}  # with their last test
         self.following: dict[str, str] = {}  # the next test of the same ranks
         self.size = 0  # of the world that this rank has joined
         self.server: ForkServer | None = None
@@ -81,6 +82,8 @@ class ForkedRanks:
         self.marks = {name: mark for name, item in self.items.items() if (mark := Mark.of(item))}
         if self.config.option.collectonly:
             return
+        if self.config.option.usepdb:
+            self.marks = {name: m._replace(timeout=FOREVER) for name, m in self.marks.items()}
         if self.config.pluginmanager.hasplugin("timeout"):  # its limit would end this process
             for name in self.marks:
                 self.items[name].add_marker(pytest.mark.timeout(0), append=False)
@@ -94,16 +97,17 @@ class ForkedRanks:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Any:
         if self.rank is not None:
-            self.reports = runtestprotocol(item, nextitem=nextitem, log=False)
+            self.reports: list[Any] = runtestprotocol(item, nextitem=nextitem, log=False)
         elif mark := self.marks.get(item.nodeid):
             item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-            for report in self.joined(item, self.outcomes(item.nodeid, mark)):
+            for report in self.joined(item, self.outcomes(item, mark)):
                 item.ihook.pytest_runtest_logreport(report=report)
             if self.server is not None and (here := self.session._setupstate).stack:
                 # Fixtures of tests without the mark, in this process, that no later test uses.
                 torn = pytest.CallInfo.from_call(lambda: here.teardown_exact(nextitem), "teardown")
-                report = item.ihook.pytest_runtest_makereport(item=item, call=torn)
-                item.ihook.pytest_runtest_logreport(report=report)
+                if torn.excinfo is not None:
+                    report = item.ihook.pytest_runtest_makereport(item=item, call=torn)
+                    item.ihook.pytest_runtest_logreport(report=report)
             item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         else:
             return None
@@ -115,14 +119,14 @@ class ForkedRanks:
             return (yield)
         error = call.excinfo
         if error is not None and not self.config.option.fulltrace:
-            # The traceback ends at the call of a verb.
-            error.traceback = error.traceback.filter(
-                lambda entry: PACKAGE not in Path(entry.path).parents
-            )
+            entry = error.tb
+            while (inner := entry.tb_next) is not None:  # the traceback ends at the call of a verb
+                if PACKAGE in Path(inner.tb_frame.f_code.co_filename).parents:
+                    entry.tb_next = inner.tb_next
+                else:
+                    entry = inner
         report = yield
-        if report.failed and error is None:
-            report.failure = Failure(str(report.longrepr), time.monotonic())
-        elif report.failed and error is not None:
+        if error is not None and (report.failed or hasattr(report, "wasxfail")):
             abort.report(error.value)  # the other ranks raise PeerLostError at once
             failure = Failure.of_exception(error.value, time.monotonic())
             lines = [
@@ -131,9 +135,14 @@ class ForkedRanks:
             report.failure = failure._replace(description="".join(lines[-1:]) + failure.description)
         return report
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self.rank is not None:  # the report of a subtest; those of tests are not logged
+            self.subtests.append(report)
+
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
         if self.rank is not None:
             text, kind = str(warning_message.message), warning_message.category
+            kind = next(base for base in kind.__mro__ if "<locals>" not in base.__qualname__)
             self.warnings.append((text, kind, warning_message.filename, warning_message.lineno))
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # before pytest-cov reads the data of the ranks
@@ -141,8 +150,8 @@ class ForkedRanks:
         try:
             return (yield)
         finally:
-            for ranks in self.worlds.values():
-                self.end(ranks)
+            for ranks, item in self.worlds.values():
+                self.end(ranks, item)
             if self.server is not None:
                 self.server.close()
 
@@ -152,23 +161,23 @@ class ForkedRanks:
         self.folders.getbasetemp()  # before the fork, so that all ranks use this folder
         self.server = ForkServer(self.become_server)
 
-    def outcomes(self, name: str, mark: Mark) -> list[Outcome]:
+    def outcomes(self, item: pytest.Item, mark: Mark) -> list[Outcome]:
         """Run the test on its ranks. After a failure, the next test has new ranks."""
         folder = self.new_folder("ranks")
-        ranks = None if mark.fresh else self.worlds.pop(mark.n, None)
-        ranks = ranks or self.start(mark.n, folder)
-        limit = FOREVER if self.config.option.usepdb else mark.timeout
+        kept = None if mark.fresh else self.worlds.pop(mark.n, None)
+        ranks = kept[0] if kept else self.start(mark.n, folder)
+        limit, name = mark.timeout, item.nodeid
         task = mark.n, name, self.following.get(name), folder
         try:
             outcomes = ranks.run(run_item, *task, timeout=limit, grace=min(limit, GRACE_SECONDS))
             failed = any(outcome.failure or outcome.value.failed for outcome in outcomes)
             if failed or mark.fresh:
-                self.end(ranks, failed)
+                self.end(ranks, item, failed)
         except BaseException:
             ranks.kill()
             raise
         if not failed and not mark.fresh:
-            self.worlds[mark.n] = ranks
+            self.worlds[mark.n] = ranks, item
         return outcomes
 
     def start(self, size: int, folder: Path) -> Ranks:
@@ -180,31 +189,36 @@ class ForkedRanks:
         logs = [None if show else folder / f"output-{rank}" for rank, show in enumerate(shows)]
         return Ranks([self.server.start(rank, env, log) for rank, log in enumerate(logs)])
 
-    def end(self, ranks: Ranks, failed: bool = False) -> None:
-        """Tear down the remaining fixtures, and let the ranks exit. If the last test ``failed``,
-        a fixture that uses other ranks cannot succeed."""
-        outcomes = ranks.run(leave_world, failed, timeout=START_SECONDS, grace=GRACE_SECONDS)
+    def end(self, ranks: Ranks, item: pytest.Item, failed: bool = False) -> None:
+        """Tear down the remaining fixtures after the test ``item``, and let the ranks exit.
+
+        If the test ``failed``, a fixture that uses other ranks cannot succeed.
+        """
+        outcomes = ranks.run(leave_world, failed, timeout=END_SECONDS, grace=GRACE_SECONDS)
         ranks.close(GRACE_SECONDS)
-        failures = [(o.rank, o.failure) for o in outcomes if o.failure is not None and not failed]
-        for rank, failure in failures:
-            text = f"{failure.description} after its last test\n{failure.traceback}"
-            raise RuntimeError(f"rank {rank} of {len(outcomes)} {text}")
+        reports = {o.rank: report_of(item, o.failure, "teardown") for o in outcomes if o.failure}
+        if reports and not failed:
+            item.ihook.pytest_runtest_logreport(report=join(reports, len(outcomes)))
 
     def joined(self, item: pytest.Item, outcomes: list[Outcome]) -> Iterator[pytest.TestReport]:
         """Return a report of each phase of a test, from the outcomes of its ranks."""
         phases: dict[str, dict[int, Any]] = {"setup": {}, "call": {}, "teardown": {}}
         for outcome in outcomes:
             if outcome.failure is not None:
-                phases["call"][outcome.rank] = report_of(item, outcome.failure)
+                phases["call"][outcome.rank] = report_of(item, outcome.failure, "call")
                 continue
-            if outcome.value.end:
-                pytest.exit(outcome.value.end)
+            if outcome.value.exit:
+                pytest.exit(*outcome.value.exit)
+            self.session.shouldstop = self.session.shouldstop or outcome.value.stop
             for warning in outcome.value.warnings:
-                warnings.warn_explicit(*warning)
+                about: dict[str, Any] = {"nodeid": item.nodeid, "when": "runtest", "location": None}
+                about["warning_message"] = warnings.WarningMessage(*warning)
+                item.ihook.pytest_warning_recorded.call_historic(kwargs=about)
             for data in outcome.value.reports:
                 report = item.ihook.pytest_report_from_serializable(config=self.config, data=data)
                 phases[report.when][outcome.rank] = report
-        if any(report.failed for report in phases["setup"].values()):
+        setup, call = ({r.outcome for r in phases[name].values()} for name in ("setup", "call"))
+        if "failed" in setup or ("skipped" in setup and "failed" not in call):
             phases["call"].clear()
         for phase, reports in phases.items():
             if reports:
@@ -221,7 +235,11 @@ class ForkedRanks:
         capture.stop_global_capturing()
         capture._method = "no"  # each rank writes its output to a file
         capture.start_global_capturing()
-        self.folders.mktemp = self.shared_folder
+        self.share_folders()
+        log = self.config.hook.pytest_runtest_logreport  # prints the reports of subtests
+        for hook in log.get_hookimpls():
+            if hook.plugin is not self:
+                log._remove_plugin(hook.plugin)
 
     def run_here(
         self, rank: int, size: int, name: str, following: str | None, folder: Path
@@ -231,7 +249,7 @@ class ForkedRanks:
             join_world(rank, size, str(folder / "rendezvous"))
             self.size = size
         self.rank, self.folder, self.used = rank, folder, Counter[str]()
-        self.warnings = list[Any]()
+        self.warnings, self.subtests = list[Any](), list[Any]()
         if rank != self.config.option.pdb_rank and self.config.pluginmanager.hasplugin("pdbinvoke"):
             self.config.pluginmanager.unregister(name="pdbinvoke")
         item, nextitem = self.items[name], self.items.get(following or "")
@@ -239,10 +257,22 @@ class ForkedRanks:
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         except pytest.exit.Exception as error:  # such as the end of the debugger
-            return Result(True, [], [], str(error))
+            abort.report(error)
+            return Result(True, [], [], (str(error.msg), error.returncode))
+        if broken := [report for report in self.subtests if report.failed]:
+            broken[0].sections += [("another subtest", str(r.longrepr)) for r in broken[1:]]
+            self.reports = [broken[0] if r.when == "call" else r for r in self.reports]
+        for report in self.reports:
+            if report.failed and not hasattr(report, "failure"):  # such as by a hook of a conftest
+                report.failure = Failure(str(report.longrepr), time.monotonic())
         serialize = item.ihook.pytest_report_to_serializable
         reports = [serialize(config=self.config, report=report) for report in self.reports]
-        return Result(any(report.failed for report in self.reports), reports, self.warnings)
+        failed = any(hasattr(report, "failure") for report in self.reports)
+        return Result(failed, reports, self.warnings, stop=self.session.shouldstop)
+
+    def share_folders(self) -> None:
+        self.folders.mktemp = self.shared_folder
+        self.folders._retention_policy = "all"  # another rank may still use the folder
 
     def shared_folder(self, basename: str, numbered: bool = True) -> Path:
         """Return the same folder on every rank; all ranks ask for the same folders in order."""
@@ -269,10 +299,10 @@ def leave_world(rank: int, failed: bool = False) -> None:
         fl.distributed_shutdown()
 
 
-def report_of(item: pytest.Item, failure: Failure) -> Any:
-    """Return the report of a rank whose process has ended."""
+def report_of(item: pytest.Item, failure: Failure, phase: Any) -> Any:
+    """Return the report of a rank whose process has ended, or whose fixtures have failed."""
     text = f"{failure.description}\n{failure.traceback}".strip()
-    report: Any = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+    report: Any = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, phase)
     report.failure = failure
     return report
 
@@ -280,18 +310,26 @@ def report_of(item: pytest.Item, failure: Failure) -> Any:
 def join(reports: dict[int, Any], size: int) -> Any:
     """Return the report of the rank that failed first, with a line for each other failure."""
     # pytest-xdist could not send the attribute.
-    failures = {k: report.__dict__.pop("failure") for k, report in reports.items() if report.failed}
-    # A test that fails as expected on one rank fails as expected.
-    unexpected = {k for k, f in failures.items() if not f.description.startswith("[XPASS(strict)]")}
-    if not unexpected:
-        return min(reports.values(), key=lambda report: (report.failed, report.passed))
-    first = first_cause((k, failures[k]) for k in unexpected)[0]
-    report = reports[first]
-    if crash := getattr(report.longrepr, "reprcrash", None):
-        crash.message = f"rank {first}: {crash.message}"
-    else:
-        report.longrepr = f"rank {first} of {size} {report.longrepr}"
-    others = [f"rank {k}: {failures[k].description}" for k in failures if k != first]
-    heading = f"rank {first} of {size} failed" + " first" * bool(others)
-    report.sections.insert(0, (heading, "\n".join(others)))
+    failures = {k: r.__dict__.pop("failure", None) for k, r in reports.items()}
+    longest = max(report.duration for report in reports.values())
+    # A test that fails as expected on one rank fails as expected, and other ranks may lose it.
+    lost = any(report.skipped and failures[k] for k, report in reports.items())
+    unexpected = {
+        k: failure
+        for k, failure in failures.items()
+        if reports[k].failed and not (lost and failure.follows)
+        if not failure.description.startswith(("[XPASS(strict)]", "Unexpected success"))
+    }
+    report = min(reports.values(), key=lambda report: (report.failed, report.passed))
+    if unexpected:
+        first = first_cause(unexpected.items())[0]
+        report = reports[first]
+        if crash := getattr(report.longrepr, "reprcrash", None):
+            crash.message = f"rank {first}: {crash.message}"
+        else:
+            report.longrepr = f"rank {first} of {size} {report.longrepr}"
+        others = [f"rank {k}: {unexpected[k].description}" for k in unexpected if k != first]
+        heading = f"rank {first} of {size} failed" + " first" * bool(others)
+        report.sections.insert(0, (heading, "\n".join(others)))
+    report.duration = longest
     return report

@@ -63,8 +63,7 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
         if options.timeout != default_pg_timeout:
             group.limit(settings.timeout)
     elif not ranks:
-        world = initialize.create_world(meeting, settings)
-        initialize.enter(replace(world, owner=OWNER), settings)
+        initialize.enter(replace(initialize.create_world(meeting, settings), owner=OWNER), settings)
         group = current_world().group
     elif is_distributed_init() and current_world().group.size == dist.get_world_size():
         members = meeting()

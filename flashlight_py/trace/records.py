@@ -63,8 +63,7 @@ def recorded_call_text(call: dict[str, Any]) -> str:
     shape = call.get("shape")
     extents = "" if shape is None else f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
     array = f"{call.get('dtype', '')} {extents}".strip()
-    names = ("op", "root", "peer", "tag")
-    arguments = {name: call[name] for name in names if name in call}
+    arguments = {name: call[name] for name in ("op", "root", "peer", "tag") if name in call}
     if arguments.get("peer") == -1:  # from any rank
         arguments["peer"] = "any"
     words = [array, *(f"{name}={value}" for name, value in arguments.items())]
@@ -169,8 +168,7 @@ def _call_and_line(call: dict[str, Any]) -> str:
 def _state(call: dict[str, Any]) -> str:
     if call["state"] == "running":
         return f"running for {call['seconds']:.3g} s"
-    ended = call["seconds_ago"] - call["seconds"]
-    return f"{call['state']} {ended:.3g} s before the record"
+    return f"{call['state']} {call['seconds_ago'] - call['seconds']:.3g} s before the record"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -160,8 +160,7 @@ def model_of(recomputed: bool = False) -> Any:
 
 
 def batch() -> tuple[np.ndarray, np.ndarray]:
-    x = np.random.default_rng(0).standard_normal((16, 6)).astype(np.float32)
-    return x, np.arange(16) % 3
+    return np.random.default_rng(0).standard_normal((16, 6)).astype(np.float32), np.arange(16) % 3
 
 
 def train(model: Any, half: str | None, captured: str = "", steps: int = 5) -> list[Any]:

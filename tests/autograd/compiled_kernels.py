@@ -156,8 +156,7 @@ def as_argument(array: np.ndarray) -> Any:
     if array.dtype.names is None:
         return ctypes.c_void_p(array.ctypes.data)
     fields = [("bytes", ctypes.c_char * array.nbytes)]
-    by_value = type("ByValue", (ctypes.Structure,), {"_fields_": fields})
-    return by_value.from_buffer_copy(array)
+    return type("ByValue", (ctypes.Structure,), {"_fields_": fields}).from_buffer_copy(array)
 
 
 @functools.cache

@@ -48,8 +48,7 @@ LOSSES: dict[str, Callable[[fl.nn.Module, Variable], Variable]] = {
 
 
 def made() -> tuple[fl.nn.Module, Variable]:
-    model = fl.nn.Sequential(fl.nn.Linear(2, 2)).astype(np.float64)
-    return model, param(np.ones((3, 2)))
+    return fl.nn.Sequential(fl.nn.Linear(2, 2)).astype(np.float64), param(np.ones((3, 2)))
 
 
 @for_each("change", [*CHANGES, assign_and_toggle])

@@ -84,8 +84,7 @@ def test_ordered_nodes_are_visited_in_reverse_order(swapped: bool) -> None:
     x = param(ones(2))
     a = noted(x, "a", visits)
     b = noted(x * 3.0, "b", visits)
-    c = noted(a, "c", visits)
-    d = noted(b + c, "d", visits)
+    d = noted(b + noted(a, "c", visits), "d", visits)
     beside = noted(x, "beside", visits)
     noted(x, "not below the loss", visits)
     parts = [F.sum(d), F.exp(F.sum(beside)) * 0.0, F.sum(a)]

@@ -206,8 +206,7 @@ def test_grad_buffer_may_be_strided_and_casts_gradients() -> None:
 def test_linear_writes_weight_gradients_into_grad_buffer() -> None:
     w = param(ones(3, 2))
     buffer = w.grad_buffer = np.zeros((3, 2), "float32")
-    result = F.linear(input(ones(1, 2)), w)
-    _, vjp = result.node.edges[0]
+    _, vjp = F.linear(input(ones(1, 2)), w).node.edges[0]
     assert vjp(ones(1, 3)) is buffer
 
 

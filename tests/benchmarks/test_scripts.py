@@ -25,8 +25,7 @@ def run(
     file = tmp_path / "result.json"
     options = (*QUICK, "--environments", str(tmp_path)) if common else ()
     command = [sys.executable, BENCHMARKS / script, *options, "--json", file, *arguments]
-    done = launcher.run(command, code=0, timeout=seconds)
-    return done.stdout, json.loads(file.read_text())
+    return launcher.run(command, code=0, timeout=seconds).stdout, json.loads(file.read_text())
 
 
 @pytest.mark.slow

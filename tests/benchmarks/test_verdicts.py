@@ -151,8 +151,7 @@ def on_gpu(nbytes: int, **seconds: float) -> Measurement:
 
 def test_cuda_verdict_allows_3_us_more_than_the_fastest_peer_for_small_arrays() -> None:
     fits, late = on_gpu(4, ours=12e-6, raw=10e-6, torch=9.5e-6), on_gpu(4, ours=14e-6, raw=10e-6)
-    large = on_gpu(64 * MB, ours=1.03, raw=1.0)
-    _, small, big = cuda_targets.verdicts([fits, large], {})
+    _, small, big = cuda_targets.verdicts([fits, on_gpu(64 * MB, ours=1.03, raw=1.0)], {})
     assert (small.reached, big.reached) == (True, False)
     assert cuda_targets.verdicts([late], {})[1].reached is False
 

@@ -79,8 +79,7 @@ def test_file_store_repairs_damage(
 ) -> None:
     """Rank 0 announces itself again to ranks that have not ``connected``."""
     started = [ranks.start(rank, 3, **plan(folder, shape)) for rank in range(1 + connected)]
-    file = await_file(folder, "run", started[0])
-    SPOILS.get(damage, os.remove)(file)
+    SPOILS.get(damage, os.remove)(await_file(folder, "run", started[0]))
     started += [ranks.start(rank, 3, **plan(folder, shape)) for rank in range(len(started), 3)]
     assert ends(started) == {0}
     assert os.listdir(folder) == []

@@ -78,12 +78,7 @@ def test_ranks_ignore_files_of_another_user(ranks: Ranks, tmp_path: Path) -> Non
 def test_ranks_of_two_users_do_not_connect(ranks: Ranks, tmp_path: Path, public: Path) -> None:
     """Ranks ignore a correct announcement of another user."""
     common = {"path": str(public / "meeting"), "log": str(tmp_path / "log"), "size": 2, "env": {}}
-    plan = {
-        "part": "compute",
-        "seconds": 0.1,
-        "params": {"TIMEOUT": 1.0},
-        **common,
-    }
+    plan = {"part": "compute", "seconds": 0.1, "params": {"TIMEOUT": 1.0}, **common}
     started = [ranks.start(0, **plan), ranks.start(1, uid=NOBODY, **plan)]
     for rank in started:
         assert rank.await_event("ended")["code"] == 1

@@ -141,8 +141,7 @@ def test_save_copies_gpu_arrays_to_host(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "cupy", StandInCupy())
     array = np.arange(6.0).reshape(2, 3).T
     fl.save(tmp_path, extra=[StandInArray(array)])
-    result = fl.load(tmp_path)
-    np.testing.assert_array_equal(result.extra[0], array)
+    np.testing.assert_array_equal(fl.load(tmp_path).extra[0], array)
 
 
 def test_safetensors_library_and_our_module_read_each_others_files(tmp_path: Path) -> None:
@@ -150,8 +149,7 @@ def test_safetensors_library_and_our_module_read_each_others_files(tmp_path: Pat
     from flashlight_py.safetensors import from_bytes
 
     run = Run()
-    path = run.save(tmp_path, 1)
-    read = library.load_file(path / "state.safetensors")
+    read = library.load_file(run.save(tmp_path, 1) / "state.safetensors")
     for name, array in run.model.state_dict().items():
         np.testing.assert_array_equal(read[f"module.{name}"], array)
     of_library = from_bytes(np.frombuffer(library.save(read), np.uint8))
@@ -279,8 +277,7 @@ def test_manifest_of_a_checkpoint_contains_step_parts_and_state_size(tmp_path: P
 def test_load_logs_skipped_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run()
     run.save(tmp_path, 1)
-    newest = run.save(tmp_path, 2)
-    os.truncate(newest / "state.safetensors", 100)
+    os.truncate(run.save(tmp_path, 2) / "state.safetensors", 100)
     with caplog.at_level(logging.WARNING, "flashlight_py"):
         result = run.load(tmp_path)
     assert result.step == 1

@@ -84,8 +84,7 @@ class Host:
         if not taps:
             raise RuntimeError(f"host {self.name} was not made: see above")
         parent = self._process.pid
-        children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-        self.init = int(children)
+        self.init = int(Path(f"/proc/{parent}/task/{parent}/children").read_text())
         self._pids = os.open(f"/proc/{self.init}/ns/pid", os.O_RDONLY)
         self._stack.callback(os.close, self._pids)
         pids = {parent, self.init}

@@ -101,8 +101,7 @@ def use_another_group() -> None:
 
 def leave_early() -> None:
     """Shut down the last rank, which has a running child, while the other ranks continue."""
-    size = fl.get_world_size()
-    group = fl.new_group(range(size - 1))
+    group = fl.new_group(range(fl.get_world_size() - 1))
     if not group.is_member:
         if os.fork() == 0:
             time.sleep(SECONDS - 2)

@@ -65,8 +65,7 @@ class Members:
         }
         command = [sys.executable, "-m", "tests.cluster.member", self._program]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        process = self._cluster[home].popen(command, env=env, **pipes)
-        return self._stack.enter_context(process)
+        return self._stack.enter_context(self._cluster[home].popen(command, env=env, **pipes))
 
     def tell(self, ranks: Iterable[int]) -> None:
         """Send ``ranks`` the command to continue."""

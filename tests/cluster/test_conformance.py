@@ -23,11 +23,7 @@ from tests.distributed.test_programs import test_each_verb_works_in_every_size  
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # Ranks on each host, versions of IP, kind of start.
-WORLDS = [
-    ((2, 2), "6", "env"),
-    ((1, 1, 1, 1), "4", "env"),
-    ((3, 1), "4", "file"),
-]
+WORLDS = [((2, 2), "6", "env"), ((1, 1, 1, 1), "4", "env"), ((3, 1), "4", "file")]
 
 
 def _name(world: tuple[tuple[int, ...], str, str]) -> str:

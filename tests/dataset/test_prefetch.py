@@ -117,8 +117,7 @@ def noisy(sample: Any, rng: np.random.Generator) -> Any:
 
 
 def rows() -> Dataset:
-    x = np.arange(40).reshape(20, 2)
-    return BatchDataset(TensorDataset([x, np.arange(20)]), 3)
+    return BatchDataset(TensorDataset([np.arange(40).reshape(20, 2), np.arange(20)]), 3)
 
 
 def samples(dataset: Dataset) -> list[Any]:

@@ -284,8 +284,7 @@ def assert_equal(got: Array, expected: Array, label: str) -> None:
     if fl.distributed_backend() is fl.DistributedBackend.MPI and got.dtype.kind not in "biumM":
         import ml_dtypes
 
-        exact = ml_dtypes.finfo(got.dtype)
-        rounding = 16 * float(exact.eps)
+        rounding = 16 * float(ml_dtypes.finfo(got.dtype).eps)
         np.testing.assert_allclose(
             got.astype(expected.dtype), expected, rtol=rounding, atol=rounding, err_msg=label
         )
@@ -444,8 +443,7 @@ class RandomOperations:
 
     def broadcast(self, step: int, count: int) -> list[Started]:
         x, root = numbers(self.rank, step, count), self.shared.randrange(self.size)
-        work = fl.broadcast(x, root, async_op=True)
-        return [(work, lambda: x, numbers(root, step, count))]
+        return [(fl.broadcast(x, root, async_op=True), lambda: x, numbers(root, step, count))]
 
     def all_gather(self, step: int, count: int) -> list[Started]:
         work = fl.all_gather(numbers(self.rank, step, count + self.rank), async_op=True)

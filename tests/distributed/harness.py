@@ -179,8 +179,7 @@ def run_survivors(
 
 def living_processes() -> set[int]:
     """Return the processes of open pools, and the fork server."""
-    pids = {pid for pool in _living for pid in pool.pids()}
-    return pids | {server.pid for server in _servers}
+    return {pid for pool in _living for pid in pool.pids()} | {server.pid for server in _servers}
 
 
 class RankPool:

@@ -187,8 +187,7 @@ def _of_the_table(call: Call, group: fl.ProcessGroup) -> None:
     out = None if verb.in_place or expected is None else _out(call, expected)
     if out is not None:
         options["out"] = out
-    answer = getattr(fl, verb.name)(x, async_op=call.async_op, group=group, **options)
-    got = _result(call, answer)
+    got = _result(call, getattr(fl, verb.name)(x, async_op=call.async_op, group=group, **options))
     assert got is x if verb.in_place else out is None or got is out
     if not verb.in_place:
         assert_equal(x, inputs[rank], "the argument stays")

@@ -22,8 +22,7 @@ SLACK = 1500
 def holdings() -> dict[str, int]:
     """Return kilobytes of memory, descriptors and threads of this process."""
     gc.collect()
-    status = Path("/proc/self/status").read_text()
-    fields = dict(line.split(":", 1) for line in status.splitlines())
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     memory, threads = (int(fields[name].split()[0]) for name in ("RssAnon", "Threads"))
     return {"memory": memory, "threads": threads, "descriptors": len(os.listdir("/proc/self/fd"))}
 

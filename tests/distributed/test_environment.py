@@ -236,8 +236,7 @@ def test_detect_reads_every_variable_in_the_documentation() -> None:
     named = {name for name in re.findall(r"`([A-Z_]+)`", table) if "_" in name}
     for set_ in (TORCHRUN, OPEN_MPI, HYDRA, STEP, TRAINJOB, {"JOB_COMPLETION_INDEX": "0"}):
         detect(Asked(set_))
-    plain = {"SLURM_NTASKS_PER_NODE": "3", "SLURM_STEP_ID": "0", **BATCH_SHELL}
-    detect(Asked(plain))
+    detect(Asked({"SLURM_NTASKS_PER_NODE": "3", "SLURM_STEP_ID": "0", **BATCH_SHELL}))
     agent_port(Asked())
     assert len(named) > 20
     assert named <= Asked.read

@@ -56,10 +56,7 @@ def start_ranks(path: Path, statement: str, size: int = 2, env: Any = None, **pa
 
 @pytest.mark.parametrize(
     ("size", "world"),
-    [
-        (2, {"BACKEND": "shm"}),
-        *slow((2, {"BACKEND": "gloo"}), (3, {"env": conformance.two_hosts})),
-    ],
+    [(2, {"BACKEND": "shm"}), *slow((2, {"BACKEND": "gloo"}), (3, {"env": conformance.two_hosts}))],
 )
 def test_other_ranks_raise_with_the_traceback(tmp_path: Path, size: int, world: Any) -> None:
     started = time.monotonic()

@@ -101,14 +101,10 @@ def die_in_the_middle(rank: int, size: int, count: int, victim: int) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "victim", "count"),
-    [
-        *(("gloo", 0, 10), ("gloo", 2, 2_000_000)),
-        *slow(("shm", 2, 10), ("shm", 0, 2_000_000)),
-    ],
+    [*(("gloo", 0, 10), ("gloo", 2, 2_000_000)), *slow(("shm", 2, 10), ("shm", 0, 2_000_000))],
 )
 def test_killed_rank_is_named_by_other_ranks(backend: str, victim: int, count: int) -> None:
-    params = {"BACKEND": backend}
-    run_survivors(die_in_the_middle, 3, victim, count, victim, params=params)
+    run_survivors(die_in_the_middle, 3, victim, count, victim, params={"BACKEND": backend})
 
 
 @on_ranks(("gloo", 3), slow=[("shm", 3)], lost=1)
@@ -145,8 +141,7 @@ def test_errors_name_the_cause_once_and_later_errors_repeat_it(rank: int, size: 
 
 def wait_for_exiting_rank(rank: int, size: int, closes: bool) -> str:
     group = fl.new_group(range(size))
-    pids = group.all_gather_object(os.getpid())
-    first = os.pidfd_open(pids[1])
+    first = os.pidfd_open(group.all_gather_object(os.getpid())[1])
     group.barrier()
     if rank == 1:
         if closes:

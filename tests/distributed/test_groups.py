@@ -205,8 +205,7 @@ def test_group_limit_changes_its_timeout(rank: int, size: int) -> None:
 @pytest.mark.slow
 @on_ranks(("gloo", 2), ("shm", 2), fresh=True)
 def test_group_limit_changes_the_timeout_of_the_world(rank: int, size: int) -> None:
-    world = current_world().group
-    world.limit(SHORT)
+    current_world().group.limit(SHORT)
     if rank == 0:
         waits_in_vain(fl, "all_reduce")
     else:

@@ -196,8 +196,7 @@ class Looking:
         assert bucket.flat.flags.c_contiguous
         assert bucket.flat.shape == (sum(part.size for part in bucket.parts),)
         self.seen.append((bucket.index, shapes, str(bucket.flat.dtype), bucket.scale))
-        work = bucket.all_reduce(bucket.flat)
-        return Then(work, lambda _: self.ended.append(bucket.index))
+        return Then(bucket.all_reduce(bucket.flat), lambda _: self.ended.append(bucket.index))
 
 
 @pytest.mark.parametrize(
@@ -334,8 +333,7 @@ def test_bucket_reports_whether_work_is_still_running(rank: int, size: int) -> N
         (0, True, False),
     ):
         array = np.ones(3)
-        group = current_world().group
-        bucket = fl.distributed.Bucket(0, array, [array], 1.0, group, inline_bytes)
+        bucket = fl.distributed.Bucket(0, array, [array], 1.0, current_world().group, inline_bytes)
         work = bucket.all_reduce(array, blocking=blocking)
         assert isinstance(work, Done) is not bucket.in_background
         work.wait()
@@ -404,8 +402,7 @@ def test_from_half_converts_every_value(dtype: str) -> None:
 
 
 def matrix(kind: str, dtype: str) -> Any:
-    random = np.random.default_rng(0)
-    columns = random.standard_normal((50, 4))
+    columns = np.random.default_rng(0).standard_normal((50, 4))
     if kind == "dependent":
         columns[:, 2] = 3 * columns[:, 0] - columns[:, 1]
     if kind == "zero":

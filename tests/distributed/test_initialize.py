@@ -64,8 +64,7 @@ def expected(size: int) -> set[str]:
 
 @pytest.mark.parametrize(("method", "size"), [("auto", 2), *slow(("mpi", 4))])
 def test_distributed_init_works_under_mpirun(method: str, size: int) -> None:
-    command = [*mpirun_command(size), *MAIN, method]
-    (output,) = finish([jobs.start(command)])
+    (output,) = finish([jobs.start([*mpirun_command(size), *MAIN, method])])
     assert set(output.splitlines()) == expected(size)
 
 

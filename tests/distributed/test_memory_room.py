@@ -30,8 +30,7 @@ MOST_GROUPS = 400
 
 def make_groups(rank: int, size: int, more: int) -> tuple[int, str]:
     """Create groups until ``more`` bytes of addresses are used; return count and error."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + more
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + more
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     groups: list[fl.ProcessGroup | None] = []
     try:
@@ -106,8 +105,7 @@ def test_memory_file_removes_files_of_dead_owners(folder: Path) -> None:
         "print(memory_file.MemoryFile(True).path); sys.stdout.flush(); os.kill(os.getpid(), 9)"
     )
     command = [sys.executable, "-c", program, str(folder)]
-    died = subprocess.run(command, capture_output=True, text=True, check=False)
-    left = Path(died.stdout.strip())
+    left = Path(subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip())
     assert left.exists()
     MemoryFile(named=True).close()
     assert left.exists(), "it is too young to be sure"

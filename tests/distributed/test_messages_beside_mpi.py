@@ -316,5 +316,4 @@ def test_random_messages_are_the_same_as_in_mpi(
     pool: Any, backend: str, size: int, draws: list[tuple[int, ...]]
 ) -> None:
     """Each of ``draws`` has the number of messages, of open steps, and the seed of a program."""
-    ranks = pool(size, **world_of(backend, {"init": "mpi"}))
-    ranks.run_each(run_on_both, draws, deadline=110.0)
+    pool(size, **world_of(backend, {"init": "mpi"})).run_each(run_on_both, draws, deadline=110.0)

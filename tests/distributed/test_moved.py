@@ -165,8 +165,7 @@ def test_movement_verbs_accept_an_out_of_either_byte_order(rank: int, size: int)
 
 @on_ranks(("shm", 2))
 def test_movement_verbs_keep_dtype_metadata(rank: int, size: int) -> None:
-    dtype = np.dtype("i4", metadata={"of": lambda: 1})
-    x = np.arange(size, dtype=np.int32).astype(dtype)
+    x = np.arange(size, dtype=np.int32).astype(np.dtype("i4", metadata={"of": lambda: 1}))
     assert fl.scatter(x if rank == 0 else None, 0, rows=[1] * size).tolist() == [rank]
 
 

@@ -95,8 +95,7 @@ def without_proc(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 
 def output_of(*command: object) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    return run(command, code=0, env=env)
+    return run(command, code=0, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
 
 
 def test_ranks_and_workers_run_without_proc(without_proc: tuple[str, ...], tmp_path: Path) -> None:
@@ -152,8 +151,7 @@ def end_of(tmp_path: Path, program: str, *words: str, launcher: Sequence[object]
 
 
 @pytest.mark.parametrize(
-    ("library", "when"),
-    [("gevent", "before"), *slow(("gevent", "after"), ("eventlet", "before"))],
+    ("library", "when"), [("gevent", "before"), *slow(("gevent", "after"), ("eventlet", "before"))]
 )
 def test_distributed_init_rejects_patched_ranks(tmp_path: Path, library: str, when: str) -> None:
     assert end_of(tmp_path, PROGRAM, library, when).stdout == "1\n"

@@ -28,8 +28,7 @@ class Stuck(nccl_stand_in.StandInNccl):
 
 def gpus(group: Any) -> Any:
     """Connect the stand-ins of GPUs, and return a module that creates arrays on them."""
-    nccl = nccl_stand_in.install(group.backend())
-    nccl.__class__ = Stuck
+    nccl_stand_in.install(group.backend()).__class__ = Stuck
     cupy_stand_in.Event.ends_at_once = False
     group.join_gpus()
     import cupy

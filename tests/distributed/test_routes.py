@@ -244,8 +244,7 @@ def test_create_listeners_chooses_addresses_by_host_name(
         listeners = [stack.enter_context(listener) for listener in created]
         assert {listener.getsockname()[0] for listener in listeners} == {at}
         if at == "::":  # of both versions
-            port = listeners[0].getsockname()[1]
-            socket.create_connection(("127.0.0.1", port)).close()
+            socket.create_connection(("127.0.0.1", listeners[0].getsockname()[1])).close()
     monkeypatch.setattr(tcp_store, "resolved", lambda *_: [("192.0.2.77", 29511)])
     with pytest.raises(OSError, match="MASTER_ADDR is not an address of this host"):
         tcp_store.create_listeners("a-name", 29511, 5, one_host=False)

@@ -383,8 +383,7 @@ def test_compared_calls_send_no_data_but_have_shapes(rank: int, size: int, block
     backend = current_world().group.backend()
     calls = [Call(SEND, x, peer=after, tag=3), Call(RECV, x, peer=before, tag=3)]
     backend.start_many([replace(c, compared=True, blocking=blocking) for c in calls]).wait()
-    send = Call(SEND, x[: rank + 1], peer=after, compared=True, blocking=False)
-    sent = backend.start(send)
+    sent = backend.start(Call(SEND, x[: rank + 1], peer=after, compared=True, blocking=False))
     got = compare(Call(RECV, x, peer=before, partial=True), blocking=True)
     assert got == Matched(before, before + 1)
     sent.wait()

@@ -218,8 +218,7 @@ def test_invalid_greeting_with_a_valid_proof_is_dropped(ranks: Ranks, port: int)
 
 
 def test_greeting_is_printable() -> None:
-    text = b"1\n2\n\x1b[2Jhost\n3\n\xed\xa0\x80\nc\n\n-1"
-    greeting = Greeting.parse(text)
+    greeting = Greeting.parse(b"1\n2\n\x1b[2Jhost\n3\n\xed\xa0\x80\nc\n\n-1")
     assert str(greeting.peer).isprintable()
     str(greeting.peer).encode()
 

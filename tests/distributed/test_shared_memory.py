@@ -49,8 +49,7 @@ def shared_equals_ordinary(rank: int, size: int, name: str, count: int) -> None:
         fl.all_reduce(y, op=op)
         assert x.tobytes() == y.tobytes(), op
         one = [array[: conformance.PERIOD] for array in everyone]
-        expected = np.resize(combine_arrays(one, op, 1.0), count)
-        assert_equal(x, expected, f"{op} of {count} {name}")
+        assert_equal(x, np.resize(combine_arrays(one, op, 1.0), count), f"{op} of {count} {name}")
 
 
 @pytest.mark.parametrize("size", [2, *slow(4)])

@@ -71,8 +71,7 @@ def test_tree_names_a_rank_that_died_between_exchanges(ranks: Ranks, victim: int
 
 @pytest.mark.slow
 def test_tree_names_a_missing_rank_on_every_rank(ranks: Ranks) -> None:
-    started = in_order(ranks, 6, timeout=1.5)
-    (reason,) = reasons(started)
+    (reason,) = reasons(in_order(ranks, 6, timeout=1.5))
     assert "ranks 6, 7 of 8 have not arrived within 1.5 s" in reason
 
 

@@ -200,8 +200,7 @@ def test_hierarchical_group_ends_only_if_the_operation_has_failed(goes_on: bool)
 
 def test_wait_timeout_is_not_recorded_as_a_failure() -> None:
     journal = Journal("test", [0], "nothing")
-    call = Call(BARRIER, blocking=False)
-    work = journal.run([call], "barrier", EndsAtLimit)
+    work = journal.run([Call(BARRIER, blocking=False)], "barrier", EndsAtLimit)
     with pytest.raises(CollectiveTimeoutError):
         work.wait(0.0)
     assert work.wait() == "arrived"

@@ -19,8 +19,7 @@ def main() -> None:
     """Print rank, size and the sum of all ranks, or end as requested."""
     fl.distributed_init(fl.DistributedInit.ENV)
     rank, size = fl.get_world_rank(), fl.get_world_size()
-    total = int(fl.all_reduce(np.array(rank)))
-    print(f"{rank} of {size} sum {total}", flush=True)
+    print(f"{rank} of {size} sum {int(fl.all_reduce(np.array(rank)))}", flush=True)
     if len(sys.argv) > 1:
         victim, failure = int(sys.argv[1]), sys.argv[2]
         if rank == victim:

@@ -103,8 +103,7 @@ def test_example_rejects_invalid_options_with_one_line(name: str) -> None:
     command = [*ALONE, "-c", CALLS, EXAMPLES / f"{name}.py"]
     done = run([*command, *REFUSED[name]], code=0)
     assert done.stdout == ""
-    errors = done.stderr.split("\0")
-    lines = [error.strip().splitlines()[-1] for error in errors[:-1]]
+    lines = [error.strip().splitlines()[-1] for error in done.stderr.split("\0")[:-1]]
     for line, complaint in zip(lines, REFUSED[name].values(), strict=True):
         assert complaint in line
 

@@ -74,8 +74,7 @@ def test_example_has_equal_losses_for_any_number_of_processes(size: int, tmp_pat
     job = ["--epochs", 2, "--samples", 400, "--batch-size"]
     alone, together = tmp_path / "alone.npz", tmp_path / "together.npz"
     (one,) = printed(start(PYTHON, *job, 4, "--save", alone))
-    several = [*mpirun_command(size), *PYTHON]
-    (many,) = printed(start(several, *job, 4 // size, "--save", together))
+    (many,) = printed(start([*mpirun_command(size), *PYTHON], *job, 4 // size, "--save", together))
     np.testing.assert_allclose(losses(many), losses(one), rtol=1e-3)
     assert losses(one)[1] < losses(one)[0]
     ours, others = parameters(together), parameters(alone)

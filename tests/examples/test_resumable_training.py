@@ -26,8 +26,7 @@ ROUNDS = int(os.environ.get("KILLS", "8"))
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: Any) -> str:
     """Return the SHA-256 of an undisturbed run with one process."""
-    folder = str(tmp_path_factory.mktemp("alone"))
-    return digest(output(ALONE, PROGRAM, "--folder", folder, *JOB))
+    return digest(output(ALONE, PROGRAM, "--folder", str(tmp_path_factory.mktemp("alone")), *JOB))
 
 
 def digest(text: str) -> str:

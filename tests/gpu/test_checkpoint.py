@@ -30,8 +30,7 @@ def trained(rank: int, size: int, folder: Path, stop: int | None) -> list[np.nda
             break
         inputs = generator.random((16, 4), dtype=cupy.float32)
         optimizer.zero_grad()
-        loss = fl.nn.MeanSquaredError()(model(fl.input(inputs)), fl.no_grad(inputs[:, :1]))
-        loss.backward()
+        fl.nn.MeanSquaredError()(model(fl.input(inputs)), fl.no_grad(inputs[:, :1])).backward()
         optimizer.step()
         fl.save(folder, **parts, step=step + 1)
     return [fl.device.to_device(param.array, "cpu") for param in model.params()]

@@ -39,8 +39,7 @@ def train(rank: int, size: int, device: str, kind: str, sharded: bool = False) -
     inputs, targets = (fl.device.to_device(array[rank::size], device) for array in (x, y))
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = fl.nn.MeanSquaredError()(model(fl.input(inputs)), fl.no_grad(targets))
-        loss.backward()
+        fl.nn.MeanSquaredError()(model(fl.input(inputs)), fl.no_grad(targets)).backward()
         optimizer.step()
     return [fl.device.to_device(param.array, "cpu") for param in model.params()]
 

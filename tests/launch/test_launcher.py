@@ -183,8 +183,7 @@ def test_killed_launcher_leaves_no_processes(tmp_path: Path, which: str) -> None
 
 
 def test_flrun_ends_the_job_if_its_output_pipe_closes(tmp_path: Path) -> None:
-    program = write(tmp_path, "while True: print('ready')")
-    process = start(program, "-n", "2")
+    process = start(write(tmp_path, "while True: print('ready')"), "-n", "2")
     assert process.stdout
     assert process.stderr
     process.stdout.close()
@@ -278,8 +277,7 @@ def test_output_dir_appends_output_of_each_rank_to_files(tmp_path: Path) -> None
     errors = tmp_path / "logs" / "rank-0.err"
     assert errors.read_text().count("OSError: 0") == 2
     assert done.stdout == ""
-    host = os.uname().nodename
-    reported = f"flrun: rank 0 of 1 on {host} raised OSError: 0 (see {errors})"
+    reported = f"flrun: rank 0 of 1 on {os.uname().nodename} raised OSError: 0 (see {errors})"
     again = "flrun: starting again with 1 rank(s), for the 1st time"
     assert done.stderr.splitlines() == [reported, again, reported]
 
@@ -310,8 +308,7 @@ def test_max_restarts_limits_restarts_and_returns_the_last_exit_code(tmp_path: P
 
 
 def test_min_n_restarts_with_remaining_ranks_down_to_the_minimum(tmp_path: Path) -> None:
-    program = write(tmp_path, FAILING)
-    done = launch("-n", 4, "--min-n", 2, program, 9, code=137)
+    done = launch("-n", 4, "--min-n", 2, write(tmp_path, FAILING), 9, code=137)
     for restarts, size in enumerate((4, 3, 2)):
         assert f"[1] restart {restarts}, 1 of {size}, meets at {restarts}" in done.stdout
     assert "of 1" not in done.stdout

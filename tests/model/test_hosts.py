@@ -46,8 +46,7 @@ def run(folder: Path, shape: int, *flags: str, level: str = "-O2") -> str:
     subprocess.run(build, cwd=folder, check=True, timeout=300)
     # -E: the model itself checks the final positions of processes.
     search = ["./pan", "-m100000", "-E"]
-    result = subprocess.run(search, cwd=folder, check=True, text=True, capture_output=True)
-    text = result.stdout
+    text = subprocess.run(search, cwd=folder, check=True, text=True, capture_output=True).stdout
     counts = re.findall(r"(\d+) states, stored|elapsed time (\S+)", text)
     print(shape, *flags, *(states or f"{seconds} s" for states, seconds in counts))
     assert "max search depth too small" not in text, text

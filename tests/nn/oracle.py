@@ -67,8 +67,7 @@ def _answer(code: str, grads: list[str], arrays: dict[str, Any]) -> dict[str, An
     y = names["y"]
     if grads:
         y.backward(torch.tensor(weights_of(y.detach().numpy())))
-    gradients = {name: tensors[name].grad for name in grads}
-    results = {"y": y, **more, **gradients}
+    results = {"y": y, **more, **{name: tensors[name].grad for name in grads}}
     return {name: x.detach().numpy() if torch.is_tensor(x) else x for name, x in results.items()}
 
 

@@ -147,8 +147,7 @@ def test_max_pooling_prefers_nan_and_the_first_of_equal_elements(context: Any) -
 
 @NATIVE_AND_NOT
 def test_half_precision_is_rounded_once(context: Any) -> None:
-    case = CONVOLUTIONS[0]
-    variables = [param(array) for array in arrays_of(case, "float16")]
+    variables = [param(array) for array in arrays_of(CONVOLUTIONS[0], "float16")]
     wide = [param(variable.array.astype("float32")) for variable in variables]
     functions: tuple[Any, ...] = (
         F.conv2d,

@@ -14,8 +14,7 @@ from tests.distributed.conformance import on_ranks, ranks_in
 
 def build(seed: int = 0) -> Any:
     fl.set_seed(seed)
-    model = fl.nn.Sequential(fl.nn.Linear(6, 8), fl.nn.Tanh(), fl.nn.Linear(8, 3))
-    return model.astype(np.float64)
+    return fl.nn.Sequential(fl.nn.Linear(6, 8), fl.nn.Tanh(), fl.nn.Linear(8, 3)).astype(np.float64)
 
 
 @on_ranks(("shm", 2))
@@ -172,8 +171,7 @@ class Net(fl.nn.Module):
 
 
 def backward(model: fl.nn.Module) -> None:
-    rank = fl.get_world_rank()
-    model(fl.input(np.full((2, 3), rank + 1, np.float32))).sum().backward()
+    model(fl.input(np.full((2, 3), fl.get_world_rank() + 1, np.float32))).sum().backward()
 
 
 def replace_all(model: Net) -> None:

@@ -118,8 +118,7 @@ CASES += [{0: PLACES[0], 1: PLACES[1]}, dict.fromkeys(range(8), PLACES[1])]
 IN_ALL_WAYS = pytest.mark.parametrize("kind", WAYS)
 FAST = "in the background", "collected", "sharded across hosts"
 IN_SOME_WAYS = pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in WAYS],
+    "kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in WAYS]
 )
 
 

@@ -34,8 +34,7 @@ from tests.tables import for_each
 
 BACKENDS = ["gloo", "shm"]
 ranks = ranks_in(
-    *(("single", 1), ("gloo", 3), ("shm", 2)),
-    slow=[("shm", 4), ("hierarchical", 4), ("mpi", 3)],
+    *(("single", 1), ("gloo", 3), ("shm", 2)), slow=[("shm", 4), ("hierarchical", 4), ("mpi", 3)]
 )
 TRAIN = 10  # steps
 # Samples of each rank, in turn: the second batch is smaller, and some ranks get no sample.

@@ -163,11 +163,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "failure",
-    [
-        "kill after a first call in a thread",
-        pytest.param("fork", marks=pytest.mark.slow),
-    ],
+    "failure", ["kill after a first call in a thread", pytest.param("fork", marks=pytest.mark.slow)]
 )
 def test_workers_end_with_their_parent(tmp_path: Path, failure: str) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", write(tmp_path, PROGRAM)]

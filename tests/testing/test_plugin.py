@@ -12,8 +12,10 @@ from tests.distributed.conformance import slow
 from tests.distributed.harness import mpirun_command
 
 ROOT = Path(__file__).parents[2]
-# On a CI server, pytest prints whole assertions without their kind.
-PYTEST = ("env", "-u", "CI", "-u", "BUILD_NUMBER", sys.executable, "-m", "pytest")
+# On a CI server, pytest prints whole assertions without their kind. PYTHONUNBUFFERED hides output
+# that remains in a buffer.
+CLEAN = [f"--unset={name}" for name in ("CI", "BUILD_NUMBER", "PYTHONUNBUFFERED")]
+PYTEST = ("env", *CLEAN, sys.executable, "-m", "pytest")
 
 HEAD = """
 import ctypes, os, signal, time, warnings
@@ -96,7 +98,10 @@ FAULTS = {
     ),
     "deadlock": (
         "fl.barrier() if rank() == 1 else None",
-        [r"RankStuckError: rank 1 had not finished", r"FAILED \S+ - rank 1"],
+        [
+            r"> +fl.barrier\(\).*\n( +\^+\n)?E +\S+RankStuckError: rank 1 had not",
+            r"FAILED \S+ - rank 1",
+        ],
     ),
     "endless_loop": (
         "while rank() == 1: time.sleep(0.01)",
@@ -122,6 +127,10 @@ FAULTS = {
     "shapes": (
         "fl.all_reduce(np.ones(3 + rank()))",
         [r"all_reduce\(float64 \(3,\), .*all_reduce\(float64 \(4,\), "],
+    ),
+    "subtest": (
+        "for k in range(2):\n        with subtests.test(k=k): assert rank() * k == 0",
+        [r"FAILED|SUBFAILED\S* \S+ - rank 1: "],
     ),
     "fixture": (
         "fl.barrier()",
@@ -179,7 +188,7 @@ def test_faults_are_reported_and_the_next_test_passes(tmp_path: Path) -> None:
         "@pytest.fixture\ndef fine(): pass\n"
     ]
     for name, (statement, _) in FAULTS.items():
-        argument = "broken" if name == "fixture" else "fine"
+        argument = {"fixture": "broken", "subtest": "subtests"}.get(name, "fine")
         tests += [
             f"@pytest.mark.ranks(2, timeout={0.5 if name in STUCK else 60})\n"
             f"def test_{name}({argument}):\n    fl.barrier()\n    {statement}\n",
@@ -192,6 +201,61 @@ def test_faults_are_reported_and_the_next_test_passes(tmp_path: Path) -> None:
         parts += re.findall(rf"^.*::test_{name} .*$", output, re.M)
         for pattern in patterns:
             assert re.search(pattern, "\n".join(parts)), (pattern, parts)
+
+
+SURPRISES = """
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=ValueError)
+def test_failure_as_expected():
+    if rank() == 1: raise ValueError
+    fl.barrier()
+
+@pytest.fixture
+def absent():
+    if rank() == 1: pytest.skip("not on rank 1")
+
+@pytest.mark.ranks(2)
+def test_skip_in_fixture(absent): pass
+
+@pytest.mark.ranks(2)
+def test_warning_of_two_arguments():
+    class Local(UserWarning):
+        def __init__(self, a, b): super().__init__(a + b)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.warn(Local("be ", "careful"))
+
+def test_without_ranks(): pass
+
+@pytest.fixture(scope="module")
+def fragile():
+    yield
+    raise ValueError("after the last test")
+
+@pytest.mark.ranks(2)
+def test_passes(fragile): pass
+
+@pytest.mark.ranks(3)
+def test_fails(): assert rank() == 0
+
+@pytest.mark.ranks(2)
+def test_is_not_reached(fragile): pass
+
+@pytest.mark.ranks(2)
+def test_exit():
+    if rank() == 1: pytest.exit("enough")
+    fl.barrier()
+"""
+
+
+def test_rare_outcomes(tmp_path: Path) -> None:
+    output = session(tmp_path, "-xv", "-Werror", "--junitxml=results.xml", text=SURPRISES)
+    expected = {"failed": 1, "passed": 3, "skipped": 1, "xfailed": 1, "warnings": 2, "error": 1}
+    assert counts(output) == expected, output
+    assert "UserWarning: be careful" in output
+    assert "ERROR test_it.py::test_passes - rank " in output
+    assert (tmp_path / "results.xml").read_text().count('name="test_fails"') == 1
+    assert "Exit: enough" in session(tmp_path, "-k", "exit", text=SURPRISES, errors=True)
 
 
 TWO = """
@@ -280,5 +344,5 @@ def test_ranks_of_mpirun_are_the_ranks_of_tests(tmp_path: Path) -> None:
 
 
 def test_comm_without_mpirun_advises_mpirun(tmp_path: Path) -> None:
-    advice = "the fixture comm needs the mark ranks(n) and mpirun -n N python -m pytest"
+    advice = "the fixture comm needs mpirun -n RANKS python -m pytest"
     assert advice in session(tmp_path, "-k", "after", text=MPI)

@@ -56,8 +56,7 @@ def attention(
             f"and v [batch, heads, keys, any width], got {shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
     check_filled("attention", q, k, v)
-    arrays = [widened(x.data) for x in (q, k, v)]
-    work = _Attention(arrays, mask, causal, dropout, scale)
+    work = _Attention([widened(x.data) for x in (q, k, v)], mask, causal, dropout, scale)
     return record_jointly("attention", narrowed(work.forward(), q.data), work.backward, q, k, v)
 
 

@@ -259,8 +259,7 @@ def _to_weight(w: _Windows, grad: Array, images: Array) -> Array:
 
 
 def _largest(w: _Windows, images: Array) -> Array:
-    parts = (part for _, part in w.taken(images, -np.inf))
-    return reduce(array_module(images).maximum, parts)
+    return reduce(array_module(images).maximum, (part for _, part in w.taken(images, -np.inf)))
 
 
 def _spread_largest(w: _Windows, grad: Array, images: Array, out: Array) -> Array:

@@ -338,8 +338,7 @@ def _extremum(name: str, x: Variable, axis: Axis, keepdims: bool) -> Variable:
 
     def slope() -> Any:
         winners = array == best
-        shares = winners / winners.sum(axis=axes, keepdims=True)
-        return shares.astype(widened(best).dtype)
+        return (winners / winners.sum(axis=axes, keepdims=True)).astype(widened(best).dtype)
 
     return _reduction(x, best.copy(), axes, keepdims, slope)
 

@@ -118,8 +118,7 @@ def minimum(a: Operand, b: Operand) -> Variable:
 
 
 def _share(chosen: Array, equal: Array, grad: Array) -> Any:
-    half = array_module(grad).asarray(0.5, grad.dtype)
-    return (chosen * 2 + equal) * half
+    return (chosen * 2 + equal) * array_module(grad).asarray(0.5, grad.dtype)
 
 
 def exp(x: Input) -> Variable:

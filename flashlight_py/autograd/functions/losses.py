@@ -150,8 +150,7 @@ def categorical_cross_entropy(
     picked = xp.where(counted, labels, 0)[..., None]
     losses = -xp.take_along_axis(logs, picked, axis=-1)[..., 0]
     if label_smoothing:
-        shared = total(logs, -1) * (label_smoothing / classes)
-        losses = losses * (1 - label_smoothing) - shared
+        losses = losses * (1 - label_smoothing) - total(logs, -1) * (label_smoothing / classes)
     losses = xp.where(counted, losses, 0)
     result, divisor = losses if reduction == "none" else total(losses), 1
     if reduction == "mean":

@@ -220,8 +220,7 @@ def _normalized(
         dweight, dbias = (array.sum(others).reshape(inner) for array in (grad * standard, grad))
         return as_given((dx * inverse).reshape(shape)), dweight, dbias
 
-    result = record_jointly(name, narrowed(as_given(out), x.data), back, x, *params)
-    return result, mean, variance
+    return record_jointly(name, narrowed(as_given(out), x.data), back, x, *params), mean, variance
 
 
 def _values(value: Variable | Array | None, dtype: Any) -> Any:

@@ -83,8 +83,7 @@ def recurrent(
         flat, added = (sides[index].reshape(time * batch, -1) for index in (0, -1))
         of_x = None
         if x._calc_grad:
-            of_rows = (flat @ widened(w_ih.data)).reshape(time, batch, -1)
-            of_x = of_rows[steps].transpose(1, 0, 2)
+            of_x = (flat @ widened(w_ih.data)).reshape(time, batch, -1)[steps].transpose(1, 0, 2)
         of_weights = flat.T @ rows, added.T @ states[:-1].reshape(time * batch, -1)
         return *of_weights, flat.sum(0), added.sum(0), of_x, of_state, of_cell
 

@@ -133,8 +133,7 @@ def topk(x: Input, k: int, axis: int = -1) -> tuple[Variable, Variable]:
         raise ValueError(f"topk: k must be 0 to the axis size, got {k=}, {axis=}, {array.shape=}")
     before = (slice(None),) * (axis % array.ndim)
     falling = ~array if array.dtype.kind in "iub" else -array  # -array would overflow
-    order = array_module(array).argsort(falling, axis=axis, kind="stable")
-    index = order[(*before, slice(k))]
+    index = array_module(array).argsort(falling, axis=axis, kind="stable")[(*before, slice(k))]
     return _gather(x, _flat(index, array, axis)), Variable(index)
 
 

@@ -254,8 +254,7 @@ class _Move:
             frames = [next(later, frame) if frame.kind == LATER else frame for frame in frames]
         if self._verb is GATHER_OBJECT and rank != self._root:
             return None
-        is_scattered = self._verb is SCATTER_OBJECT and self._mine
-        obj = self._given[rank] if is_scattered else self._given
+        obj = self._given[rank] if self._verb is SCATTER_OBJECT and self._mine else self._given
         pairs = zip(self._sources, frames, strict=True)
         return [obj if source == rank else self._object(frame, source) for source, frame in pairs]
 

@@ -427,5 +427,4 @@ class PartWork(Work):
         return all(work.is_completed() for work, _ in self._works)
 
     def end_time(self) -> float | None:
-        times = [work.end_time() for work, _ in self._works]
-        return max(filter(None, times), default=None)
+        return max(filter(None, [work.end_time() for work, _ in self._works]), default=None)

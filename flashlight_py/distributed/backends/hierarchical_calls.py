@@ -116,8 +116,7 @@ class HostCalls:
         if call.verb is BROADCAST and self._rank == call.root:
             return array  # do not write to it: it may be read-only
         if call.verb in _GATHERS:
-            rows = sum(message.lengths)
-            values = np.ndarray((rows, *array.shape[1:]), array.dtype, message.data)
+            values = np.ndarray((sum(message.lengths), *array.shape[1:]), array.dtype, message.data)
             return self._in_rank_order(call, values, message.lengths)
         result, values = array, np.ndarray(array.shape, array.dtype, message.data)
         if not call.verb.in_place:
@@ -189,8 +188,7 @@ class HostCalls:
         total = array.copy()
         self._inside.start(Call(REDUCE, total, call.op, first, root=leader)).wait()
         if self._inside.rank == leader and self._between is not None:
-            between = Call(REDUCE, total, call.op, last, home, seconds=self.far)
-            self._between.start(between).wait()
+            self._between.start(Call(REDUCE, total, call.op, last, home, seconds=self.far)).wait()
         else:
             self._runs_ahead()
         if self._home == home and local_root != leader:
@@ -201,8 +199,7 @@ class HostCalls:
 
     def all_gather(self, call: Call, rows: Sequence[int]) -> Array:
         """Gather the arrays of all ranks; ``rows`` has a row count for each rank, host by host."""
-        total = sum(rows)
-        gathered = (call if self._in_order else replace(call, out=None)).room(total)
+        gathered = (call if self._in_order else replace(call, out=None)).room(sum(rows))
         lengths = [count * row_bytes(call.array) for count in rows]
         self._gather(as_bytes(call.array), self._regions(as_bytes(gathered), lengths))
         return self._in_rank_order(call, gathered, rows, not self._in_order)
@@ -274,8 +271,7 @@ class HostCalls:
     def _regions(self, flat: Array, counts: Sequence[int]) -> list[Region]:
         """Cut ``flat`` into a region for each host. ``counts``: number of elements of each rank."""
         by_host = split_rows(counts, [len(host) for host in self._hosts])
-        by_host_data = split_rows(flat, list(map(sum, by_host)))
-        parts = zip(by_host_data, by_host, strict=True)
+        parts = zip(split_rows(flat, list(map(sum, by_host))), by_host, strict=True)
         return [Region(part, self._sections(part, host_counts)) for part, host_counts in parts]
 
     def _sections(self, flat: Array, counts: Sequence[int]) -> list[Array]:

@@ -61,8 +61,7 @@ def failure(
     lost = {lib.FL_PEER_LOST: wording.PEER_ADVICE, lib.FL_HOST_LOST: wording.HOST_ADVICE}
     advice = (lost | {lib.FL_LEAVING: wording.LEAVING_ADVICE}).get(status)
     if status == lib.FL_PEER_LOST and text.startswith(_LEFT):
-        words = _ended_normally(backend, handle, missing, number)
-        text = words + text.removeprefix(_LEFT)
+        text = _ended_normally(backend, handle, missing, number) + text.removeprefix(_LEFT)
         advice = wording.LEAVING_ADVICE if "send" in verb or "recv" in verb else wording.END_ADVICE
     if advice is not None:
         error = PeerLostError(
@@ -231,8 +230,7 @@ def signature_text(signature: Any, name: str = "") -> str:
     rows = ""
     if signature.verb == verb.uneven:  # ``root`` of a reduction is a digest of the row counts
         rows = f"#{root:x}" if verb.reduces else "..."
-    has_array = verb is not BARRIER and signature.ndim != codes.ANY
-    about = _array(signature, name) if has_array else ""
+    about = _array(signature, name) if verb is not BARRIER and signature.ndim != codes.ANY else ""
     return call_text(verb, about, ReduceOp(signature.op), signature.scale, root, root, rows)
 
 

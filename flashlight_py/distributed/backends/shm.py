@@ -103,8 +103,7 @@ class ShmBackend(NativeBackend):
         If there is too little shared memory, every rank warns and returns ordinary memory. If there
         is too little ordinary memory, every rank raises OutOfMemoryError.
         """
-        count = math.prod(shape)
-        stride = max(_PAGE, -(-count * dtype.itemsize // _PAGE) * _PAGE)
+        stride = max(_PAGE, -(-math.prod(shape) * dtype.itemsize // _PAGE) * _PAGE)
         store = BackendStore(self, "shared_empty")
 
         def add(path: str, create: bool) -> Any:

@@ -30,8 +30,7 @@ def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array
     if op is ReduceOp.AVG:
         op, scale = ReduceOp.SUM, scale / len(arrays)
     dtype, xp = arrays[0].dtype, array_module(arrays[0])
-    narrow = is_narrow(dtype)
-    terms = [array.astype(np.float32) for array in arrays] if narrow else list(arrays)
+    terms = [array.astype(np.float32) for array in arrays] if is_narrow(dtype) else list(arrays)
     if op in LOGICAL:
         op, terms = LOGICAL[op], [array != 0 for array in arrays]  # needed even for one array
     fold = functools.partial(functools.reduce, getattr(xp, UFUNCS[op.name.lower()].__name__))

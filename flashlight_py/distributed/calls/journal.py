@@ -188,8 +188,7 @@ class Journal(Ring):
             size = sum(step.array.nbytes for step in calls if step.array is not None)
         peer, tag = (call.peer, call.tag) if verb.is_message else (None, None)
         op, root = call.op if verb.reduces else None, call.root if verb.rooted else None
-        fields = (self.name, number, name, dtype, shape, op, root, peer, tag, size)
-        record = self._begin(fields, 3)
+        record = self._begin((self.name, number, name, dtype, shape, op, root, peer, tag, size), 3)
         try:
             work = start()
             if not call.blocking and not isinstance(work, Done):
@@ -224,8 +223,7 @@ class Journal(Ring):
     def record_rejection(self, verb: str, error: Exception, peer: int | None = None) -> None:
         """Count and record a call that did not begin because a rank raised ``error``."""
         number = self._count() if peer is None else 0
-        fields = (self.name, number, verb, None, None, None, None, peer)
-        _fail(self._begin(fields, 4), error)
+        _fail(self._begin((self.name, number, verb, None, None, None, None, peer), 4), error)
 
     def has_recorded(self, error: BaseException) -> bool:
         return self.name in getattr(error, _NOTED, ())

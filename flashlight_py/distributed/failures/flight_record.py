@@ -158,8 +158,7 @@ def record_text(flight: Flight, reason: str, threads: Sequence[str]) -> str:
     }
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     calls = [_readable(record.as_dict(), now) for record in journal.recent_records()]
-    groups = journal.groups().items()
-    rows = [f"{json.dumps(name)}: {json.dumps(group)}" for name, group in groups]
+    rows = [f"{json.dumps(name)}: {json.dumps(group)}" for name, group in journal.groups().items()]
     lines.append(_block("groups", rows, "{}"))
     lines.append(_block("calls", [json.dumps(call, ensure_ascii=False) for call in calls]))
     lines.append(_block("threads", [json.dumps(line, ensure_ascii=False) for line in threads]))

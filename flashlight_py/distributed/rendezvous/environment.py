@@ -219,8 +219,7 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     if step is None or not 0 <= step < _FIRST_SPECIAL_STEP or "SLURM_PROCID" not in environ:
         return None
     # In a step, SLURM_NTASKS may describe the job. SLURM_STEP_NUM_TASKS describes the step.
-    has_step_size = "SLURM_STEP_NUM_TASKS" in environ
-    size_name = "SLURM_STEP_NUM_TASKS" if has_step_size else "SLURM_NTASKS"
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     launch = _Names("slurm", "SLURM_PROCID", size_name, "SLURM_LOCALID").read(environ)
     assert launch is not None
     local_size = _slurm_local_size(environ, launch.size)

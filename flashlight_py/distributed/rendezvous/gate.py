@@ -252,8 +252,7 @@ class Gate(abc.ABC):
             raise self._disagreement(f"{reason}; {REMEDY}", greeting.rank, candidate)
         if host not in self._rejected_hosts and len(self._rejected_hosts) < _MAX_NAMED:
             self._rejected_hosts.add(host)
-            point = self._point.name
-            _log.warning("rendezvous at %s: %s. It was rejected", point, reason)
+            _log.warning("rendezvous at %s: %s. It was rejected", self._point.name, reason)
 
     def _reject(self, candidate: wire.Connection, kind: wire.Kind, text: str) -> None:
         """Send ``text`` as the final message to ``candidate``, which reads it and hangs up."""

@@ -278,8 +278,7 @@ class TreeNode(Gate):
             self._up.send(Kind.LATE, str(self._round).encode(), now + _ANSWER_SECONDS)
             self._deadline = now + _ANSWER_SECONDS + _LEVEL_SECONDS * (self._position.depth - 1)
         elif self._is_late or not point.is_tree:
-            missing = self._record.missing(self._size) or [0]
-            raise self._failure(self._missing_error(missing))
+            raise self._failure(self._missing_error(self._record.missing(self._size) or [0]))
         else:
             self._record.ask()
             self._ask(self._complete)

@@ -162,8 +162,7 @@ def _watch(world: World, settings: Settings) -> None:
     job, group, trace_dir = world.job, world.group, settings.trace_dir
     folder = flight_record.default_folder(job) if trace_dir is None else Path(trace_dir)
     if trace_dir != "":
-        is_chosen = trace_dir is not None
-        flight = flight_record.Flight(folder, group.rank, group.size, job, is_chosen)
+        flight = flight_record.Flight(folder, group.rank, group.size, job, trace_dir is not None)
         flight_record.start(flight)
 
 

@@ -81,6 +81,5 @@ def _library_text(progress: Progress) -> str:
 
     line = progress.mpi.Get_library_version().splitlines()[0].split(",")[0]
     library = " ".join(line.replace("Version:", "").split())
-    single = "one thread: async verbs advance in waits only"
-    threads = "any thread" if progress.threaded else single
+    threads = "any thread" if progress.threaded else "one thread: async verbs advance in waits only"
     return f"MPI ({library}; mpi4py {mpi4py.__version__}; {threads})"

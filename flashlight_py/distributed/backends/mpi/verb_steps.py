@@ -100,8 +100,7 @@ class VerbSteps:
             counts = self.shares(array.size)
             part = as_bytes((yield from self._combine(call, counts)))
             counts = [count * array.itemsize for count in counts]
-            target = as_bytes(array) if is_filled else None
-            yield from self.gather(part, target, counts, root)
+            yield from self.gather(part, as_bytes(array) if is_filled else None, counts, root)
             return array
         carrier, begins = form.encode(array.reshape(-1)), []
         for chunk in chunks(carrier):
@@ -156,8 +155,7 @@ class VerbSteps:
         for start in range(0, flat.size, step):
             part = flat[start : start + step]
             parts = xp.empty((self._size, part.size), flat.dtype)
-            counts = [part.nbytes] * self._size
-            yield from self.gather(as_bytes(part), as_bytes(parts), counts)
+            yield from self.gather(as_bytes(part), as_bytes(parts), [part.nbytes] * self._size)
             if call.verb.fills(self._rank, call.root):
                 part[...] = combine(list(parts), self._rank, call)
                 settle(part)
@@ -262,8 +260,7 @@ class VerbSteps:
     def scatter(self, source: Array | None, part: Array, root: int) -> Steps:
         """Write this rank's part of ``source`` to ``part``. Only ``root`` has ``source``."""
         if self._needs_pairs(part, part.size * self._size):
-            sends = _by_rank(source, [part.size] * self._size)
-            yield from self.swap(sends, {root: part})
+            yield from self.swap(_by_rank(source, [part.size] * self._size), {root: part})
         else:
             yield from self._until([partial(self._comm.Iscatter, source, part, root)])
 

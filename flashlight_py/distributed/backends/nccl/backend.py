@@ -220,8 +220,7 @@ class NcclBackend(Backend):
         steps = [
             _moving(kind, *block) for kind, array, sizes in moves for block in _blocks(array, sizes)
         ]
-        arrays = [array for _, array, _ in moves]
-        return self._launch(call, steps, arrays, result, together=True)
+        return self._launch(call, steps, [array for _, array, _ in moves], result, together=True)
 
     def _into(self, call: Call, rows: int, run: Callable[[Array], Work]) -> Work:
         """Call ``run`` with ``out`` or a new array. ``wait`` raises if ``out`` has a wrong size."""
