@@ -66,8 +66,7 @@ def gelu(x: Input, approximate: bool | str = False) -> Variable:
 
     def vjp(grad: Array) -> Any:
         if by_tanh:
-            inner = square * (3 * 0.044715 * _GELU) + _GELU
-            slope = doubled * (2 - doubled) * inner
+            slope = doubled * (2 - doubled) * (square * (3 * 0.044715 * _GELU) + _GELU)
         else:
             slope = xp.exp(array * -half) * math.sqrt(2 / math.pi)
         return grad * (doubled * 0.5 + half * slope)
