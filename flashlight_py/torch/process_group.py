@@ -126,8 +126,7 @@ def _only(tensors: Any) -> torch.Tensor:
 
 def _list(tensors: Any) -> list[torch.Tensor]:
     """Return the only list in ``tensors``, which is a list of one list."""
-    inner = tensors and not isinstance(tensors[0], torch.Tensor)
-    return list(tensors[0] if inner else tensors)
+    return list(tensors[0] if tensors and not isinstance(tensors[0], torch.Tensor) else tensors)
 
 
 def _root(opts: Any) -> int:

@@ -251,8 +251,7 @@ def _slurm_local_size(environ: Mapping[str, str], size: int) -> int | None:
             counts += [int(count)] * int(repeat or 1)
         return counts[node] if node < len(counts) else None
     per_node = _integer(environ, "SLURM_NTASKS_PER_NODE")
-    is_even = per_node is not None and per_node > 0 and size % per_node == 0
-    return per_node if is_even else None
+    return per_node if per_node is not None and per_node > 0 and size % per_node == 0 else None
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int | None:
