@@ -162,7 +162,7 @@ def test_save_accepts_every_numpy_generator(tmp_path: Path) -> None:
     saved, loaded = ([np.random.Generator(kind(seed)) for kind in kinds] for seed in (1, 2))
     for generator in saved:
         generator.standard_normal(3)
-    fl.save(tmp_path, rng=saved)
+    fl.save(tmp_path, rng=dict(enumerate(saved)))
     fl.load(tmp_path, rng=loaded)
     for one, other in zip(saved, loaded, strict=True):
         assert one.standard_normal(5).tolist() == other.standard_normal(5).tolist()
