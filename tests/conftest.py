@@ -30,6 +30,8 @@ hypothesis.settings.load_profile("ranks")
 # neighbouring modules share.
 MOST_WORLDS = 16
 
+LONG = ("packaging", "testing", "native", "torch")  # folders
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # All processes that tests start, also indirectly, inherit this variable, which identifies them.
@@ -49,6 +51,8 @@ def runtime_folder() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files that take minutes first: at the end, one process would run the last one alone.
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
     of_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if not of_gpus:
         return

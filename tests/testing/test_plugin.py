@@ -288,6 +288,7 @@ def test_debugger_inspects_the_chosen_rank(tmp_path: Path) -> None:
     assert ("outcomes.Exit: Quitting debugger" in output, "outcomes.py" in output) == (True, False)
 
 
+@pytest.mark.slow
 def test_ranks_work_with_xdist_and_coverage(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     pytest.importorskip("pytest_cov")
