@@ -48,7 +48,7 @@ class MpiRanks(ForkedRanks):
         self.share_folders()
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        if not isinstance(excinfo.value, pytest.exit.Exception):  # of which all ranks know
+        if not isinstance(excinfo.value, pytest.exit.Exception):  # all ranks raise it
             self.world.Abort(pytest.ExitCode.INTERRUPTED)
 
     @pytest.hookimpl(trylast=True)  # after the report of the error

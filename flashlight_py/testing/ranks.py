@@ -29,7 +29,7 @@ from flashlight_py.launch.failures import Failure, describe_exit
 from flashlight_py.launch.rank_main import kill_if_parent_ends
 
 STUCK_SIGNAL = signal.SIGUSR2  # raises RankStuckError in a rank that runs a task
-# What ends a rank that has not answered, and the seconds until the next signal. SIGABRT prints the
+# Signals to a rank that has not answered, and the seconds until the next signal. SIGABRT prints the
 # stacks of its threads.
 _ENDING_SECONDS = 5.0
 _ENDINGS = ((STUCK_SIGNAL, 1.0), *((k, _ENDING_SECONDS) for k in (signal.SIGABRT, signal.SIGKILL)))

@@ -300,7 +300,7 @@ def leave_world(rank: int, failed: bool = False) -> None:
 
 
 def report_of(item: pytest.Item, failure: Failure, phase: Any) -> Any:
-    """Return the report of a rank whose process has ended, or whose fixtures have failed."""
+    """Return the report of a rank after the end of its process, or after a failed teardown."""
     text = f"{failure.description}\n{failure.traceback}".strip()
     report: Any = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, phase)
     report.failure = failure
