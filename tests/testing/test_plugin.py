@@ -279,6 +279,7 @@ def test_selection_and_repetition_of_failed_tests(tmp_path: Path) -> None:
     assert counts(output) == {"passed": 1, "deselected": 1}
 
 
+@pytest.mark.slow
 def test_debugger_inspects_the_chosen_rank(tmp_path: Path) -> None:
     options = ("--pdb", "--pdb-rank", "1", "-x")
     output = session(tmp_path, *options, text=TWO, answers="p 'rank', rank()\nc\n", EXTRA="1")
