@@ -24,10 +24,10 @@ LISTED = {
 }
 
 
-def ended(folder: Path, backend: str, ranks: int, *options: str) -> dict[str, dict[str, str]]:
+def ended(folder: Path, backend: str, ranks: int) -> dict[str, dict[str, str]]:
     """Return the reasons of skipped, failed and passed tests, by outcome and test name."""
     file, log = folder / f"{backend}.json", folder / f"{backend}.txt"
-    arguments = backend, "--ranks", str(ranks), "--json", str(file), *options
+    arguments = backend, "--ranks", str(ranks), "--json", str(file)
     with log.open("w") as output:
         process = subprocess.Popen(
             [interpreter(), "-m", "tests.torch.suite", *arguments],
