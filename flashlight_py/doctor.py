@@ -439,7 +439,7 @@ TRIALS: dict[str, tuple[int, str, tuple[str, ...]]] = {
 
 
 def trials(timeout: float, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Run the ``TRIALS`` whose requirements are OK in ``findings``, at most ``timeout`` s each."""
+    """Run the ``TRIALS`` with OK requirements in ``findings``, each at most ``timeout`` seconds."""
     # Use mpirun even if it seems to belong to another MPI.
     works = {f.subject for f in findings if f.state == OK or f[:2] == ("mpirun", WARNING)}
     for name, (ranks, backend, requirements) in TRIALS.items():

@@ -218,8 +218,7 @@ def _remove(path: Path) -> None:
         if _NAME.fullmatch(path.name):
             # A partly removed folder must not have the name of a checkpoint.
             path = path.rename(path.parent / f".removing-{secrets.token_hex(8)}")
-        remove = shutil.rmtree if path.is_dir() and not path.is_symlink() else os.unlink
-        remove(path)
+        (shutil.rmtree if path.is_dir() and not path.is_symlink() else os.unlink)(path)
     except OSError as error:
         _log.warning("[save] rank 0: cannot remove %s: %s. Remove it by hand", path, error)
 

@@ -199,7 +199,7 @@ def listen_on_node(key: str) -> RendezvousAddress:
 
 
 def config(params: Mapping[str, Any] | None = None) -> Any:
-    """Return the ``backend_config`` of a Ray Train (v2) trainer whose workers form a world.
+    """Return the ``backend_config`` of a Ray Train (v2) trainer. Its workers form a world.
 
     Worker ``i`` is rank ``i``. The world is initialised before each call of the training function,
     also if Ray has replaced workers after a failure. The workers leave the world after the

@@ -156,8 +156,7 @@ class Job:
 
     def _on_here(self, host: int) -> None:
         if host in self._unready:
-            has_rank_0 = host == self._first
-            self._hosts.send(host, "prepare", self._restarts, has_rank_0, not self._file)
+            self._hosts.send(host, "prepare", self._restarts, host == self._first, not self._file)
 
     def _on_ready(self, host: int, attempt: int, addresses: list[str], ports: list[int]) -> None:
         if attempt != self._restarts:

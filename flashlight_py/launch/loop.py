@@ -38,8 +38,7 @@ class Poll:
         Raises:
             PermissionError: If ``descriptor`` is a regular file, which is always ready.
         """
-        event = EVENT_WRITE if writing else EVENT_READ
-        self._selector.register(descriptor, event, callback)
+        self._selector.register(descriptor, EVENT_WRITE if writing else EVENT_READ, callback)
 
     def unwatch(self, descriptor: int) -> None:
         """Stop watching ``descriptor``; no error if it is not watched."""

@@ -382,8 +382,7 @@ class _GradientMessage(InPasses):
     @as_one
     def _transfer(self, grad: Array) -> Array:
         self._has_started = True
-        transfer = self._group.recv if self._verb is RECV else self._group.send
-        transfer(grad, self._peer, self._tag)
+        (self._group.recv if self._verb is RECV else self._group.send)(grad, self._peer, self._tag)
         self._has_started = False
         return grad
 

@@ -113,8 +113,7 @@ def fold(
     """
     first = targets[0]
     block = max(1, _BLOCK_BYTES // first.itemsize)
-    xp = array_module(first)
-    room = [xp.empty(min(block, first.size), first.dtype) for _ in sources]
+    room = [array_module(first).empty(min(block, first.size), first.dtype) for _ in sources]
     factor = first.dtype.type(scale)
     with np.errstate(all="ignore"):  # a sum that overflows is infinite, as in every reduction
         for begin in range(0, first.size, block):

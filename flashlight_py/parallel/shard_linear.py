@@ -1,4 +1,4 @@
-"""Linear layers whose weights are divided among ranks: tensor parallelism."""
+"""Linear layers with weights divided among ranks: tensor parallelism."""
 
 from __future__ import annotations
 

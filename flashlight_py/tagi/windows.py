@@ -404,8 +404,8 @@ def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
 
 
 def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) -> Array:
-    """Return images in which an element is ``factor`` times the sum of the deltas of all windows
-    that contain it. Shape and memory order are those of ``like``."""
+    """Return images with the shape and memory order of ``like``. Each element is ``factor`` times
+    the sum of the deltas of the windows around it."""
     images, deltas = empty_images(like, like.shape[1:]), contiguous_channels(deltas)
     arguments = (deltas, images, *_steps(deltas), factor)
     if call_kernel("spread_windows", windows, None, images, *arguments):
@@ -453,8 +453,8 @@ def largest(
 
 
 def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> Array:
-    """Return images with each window's delta added to the element that ``taken`` selects (see
-    :func:`largest`), and 0 elsewhere. Shape and memory order are those of ``like``."""
+    """Return images with the shape and memory order of ``like``. Each window adds its delta to the
+    element selected by ``taken`` (see :func:`largest`). The other elements are 0."""
     images, deltas = empty_images(like, like.shape[1:]), contiguous_channels(deltas)
     images[...] = 0
     arguments = (deltas, *_steps(deltas), taken, *_steps(taken))

@@ -192,12 +192,16 @@ class ForkedRanks:
     def end(self, ranks: Ranks, item: pytest.Item, failed: bool = False) -> None:
         """Tear down the remaining fixtures after the test ``item``, and let the ranks exit.
 
-        If the test ``failed``, a fixture that uses other ranks cannot succeed.
+        If the test ``failed``, errors that follow from the loss of a rank are not reported.
         """
         outcomes = ranks.run(leave_world, failed, timeout=END_SECONDS, grace=GRACE_SECONDS)
         ranks.close(GRACE_SECONDS)
-        reports = {o.rank: report_of(item, o.failure, "teardown") for o in outcomes if o.failure}
-        if reports and not failed:
+        reports = {
+            o.rank: report_of(item, o.failure, "teardown")
+            for o in outcomes
+            if o.failure and not (failed and (o.failure.follows or o.failure.exit_code is not None))
+        }
+        if reports:
             item.ihook.pytest_runtest_logreport(report=join(reports, len(outcomes)))
 
     def joined(self, item: pytest.Item, outcomes: list[Outcome]) -> Iterator[pytest.TestReport]:
@@ -294,9 +298,11 @@ def join_world(rank: int, size: int, path: str) -> None:
 
 
 def leave_world(rank: int, failed: bool = False) -> None:
-    ForkedRanks.here.session._setupstate.teardown_exact(None)
-    if not failed:
-        fl.distributed_shutdown()
+    try:
+        ForkedRanks.here.session._setupstate.teardown_exact(None)
+    finally:
+        if not failed:
+            fl.distributed_shutdown()
 
 
 def report_of(item: pytest.Item, failure: Failure, phase: Any) -> Any:

@@ -185,7 +185,7 @@ def test_tests_run_on_ranks_with_their_fixtures(tmp_path: Path) -> None:
 def test_faults_are_reported_and_the_next_test_passes(tmp_path: Path) -> None:
     tests = [
         "@pytest.fixture\ndef broken():\n    if rank() == 1: raise ValueError('of the fixture')\n"
-        "@pytest.fixture\ndef fine(): pass\n"
+        "@pytest.fixture(scope='module')\ndef fine():\n    yield\n    fl.barrier()\n"
     ]
     for name, (statement, _) in FAULTS.items():
         argument = {"fixture": "broken", "subtest": "subtests"}.get(name, "fine")
@@ -204,6 +204,8 @@ def test_faults_are_reported_and_the_next_test_passes(tmp_path: Path) -> None:
 
 
 SURPRISES = """
+def test_without_ranks(): pass
+
 @pytest.mark.ranks(2)
 @pytest.mark.xfail(raises=ValueError)
 def test_failure_as_expected():
@@ -225,8 +227,6 @@ def test_warning_of_two_arguments():
         warnings.simplefilter("default")
         warnings.warn(Local("be ", "careful"))
 
-def test_without_ranks(): pass
-
 @pytest.fixture(scope="module")
 def fragile():
     yield
@@ -236,7 +236,7 @@ def fragile():
 def test_passes(fragile): pass
 
 @pytest.mark.ranks(3)
-def test_fails(): assert rank() == 0
+def test_fails(fragile): assert rank() == 0
 
 @pytest.mark.ranks(2)
 def test_is_not_reached(fragile): pass
@@ -250,11 +250,11 @@ def test_exit():
 
 def test_rare_outcomes(tmp_path: Path) -> None:
     output = session(tmp_path, "-xv", "-Werror", "--junitxml=results.xml", text=SURPRISES)
-    expected = {"failed": 1, "passed": 3, "skipped": 1, "xfailed": 1, "warnings": 2, "error": 1}
+    expected = {"failed": 1, "passed": 3, "skipped": 1, "xfailed": 1, "warnings": 2, "errors": 2}
     assert counts(output) == expected, output
     assert "UserWarning: be careful" in output
     assert "ERROR test_it.py::test_passes - rank " in output
-    assert (tmp_path / "results.xml").read_text().count('name="test_fails"') == 1
+    assert (tmp_path / "results.xml").read_text().count('name="test_skip_in_fixture"') == 1
     assert "Exit: enough" in session(tmp_path, "-k", "exit", text=SURPRISES, errors=True)
 
 
@@ -321,10 +321,18 @@ def test_world(comm, tmp_path):
 def test_without_ranks():
     assert fl.get_world_size() == 1
 
+@pytest.fixture(scope="module")
+def together():
+    yield
+    fl.barrier()
+
 @pytest.mark.ranks(2)
-def test_failure_on_rank_1(comm):
+def test_failure_on_rank_1(comm, together):
     assert comm.rank == 0, "only there"
     fl.barrier()
+
+@pytest.mark.ranks(2)
+def test_next(together): fl.barrier()
 
 @pytest.mark.ranks(3, timeout=0.5)
 def test_deadlock():
@@ -339,7 +347,7 @@ def test_after(comm):
 def test_ranks_of_mpirun_are_the_ranks_of_tests(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     output = session(tmp_path, text=MPI, launcher=mpirun_command(3))
-    assert counts(output) == {"failed": 2, "passed": 4, "skipped": 1}, output
+    assert counts(output) == {"failed": 2, "passed": 5, "skipped": 1}, output
     assert output.count("passed") == 1
     assert "rank 1 of 2 failed first" in output
     assert "FAILED test_it.py::test_deadlock - rank 2: " in output

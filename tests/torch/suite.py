@@ -90,7 +90,6 @@ def main() -> None:
     parser.add_argument("backend")
     parser.add_argument("names", nargs="*", help="of tests, instead of all of them")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--every", type=int, default=1, help="3: every third of torch's tests")
     parser.add_argument("--seconds", type=int, default=60, help="of a test, at most")
     parser.add_argument("--jobs", type=int, default=3, help="how many tests run at once")
     parser.add_argument("--json", default=os.devnull, help="where the outcomes go, a line each")
@@ -107,11 +106,8 @@ def main() -> None:
             DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(options.seconds),
             OMP_NUM_THREADS="1",
         )
-        from tests.torch.cases import Cases
-
-        torchs = [name for name in dir(case_of(options.backend)) if name.startswith("test_")]
-        ours = {name for name in torchs if hasattr(Cases, name)}
-        names = options.names or sorted({*ours, *torchs[:: options.every]})
+        every = [name for name in dir(case_of(options.backend)) if name.startswith("test_")]
+        names = options.names or every
         for row in pool.map(functools.partial(outcome, options.backend), names):
             print(json.dumps(row), file=file, flush=True)
 

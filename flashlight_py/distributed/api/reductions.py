@@ -363,7 +363,7 @@ def _pending_calls(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
 def plan_messages(arrays: Sequence[Array], limit: int) -> list[list[Array]]:
     """Return lists of arrays. The arrays of a list are sent as one message.
 
-    All ranks compute equal lists, as does ``csrc/fast``. A NumPy array of more than
+    All ranks and ``csrc/fast`` compute equal lists. A NumPy array of more than
     ``limit`` bytes is sent alone. Smaller NumPy arrays of one dtype are sent together, up to ``64 *
     limit`` bytes. All CuPy arrays of one dtype are sent together. If ``limit`` is negative, each
     NumPy array is sent alone, and one list has all CuPy arrays.

@@ -248,8 +248,7 @@ ENCODED_PART = np.dtype("V1")
 def encode_part(part: Array) -> Array:
     """Return one array of bytes with the elements of ``part``, its dtype and its shape."""
     text = json.dumps([part.shape, dtype_text(part.dtype)]).encode()
-    tail = text + len(text).to_bytes(8, "little")
-    return np.frombuffer(part.tobytes() + tail, np.uint8)
+    return np.frombuffer(part.tobytes() + text + len(text).to_bytes(8, "little"), np.uint8)
 
 
 def decode_part(packed: Array) -> Array:
@@ -399,8 +398,7 @@ def may_overlap(one: Array, other: Array) -> bool:
 
 def row_count(array: Any) -> int:
     """Return the first dimension of an array, or of the tuple that ``EntryPoints`` accepts."""
-    shape = array[2] if type(array) is tuple else array.shape
-    return int(shape[0])
+    return int((array[2] if type(array) is tuple else array.shape)[0])
 
 
 def check_out_rows(verb: str, out: Any, rows: int, rank: int, size: int) -> None:

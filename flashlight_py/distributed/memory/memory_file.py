@@ -41,8 +41,7 @@ def process_space() -> str:
 
 def needs_names(spaces: Sequence[str]) -> bool:
     """Return whether files need names. ``spaces`` has the ``process_space`` of each process."""
-    kernels = {space.partition(" ")[0] for space in spaces}
-    return "" in spaces or len(set(spaces)) > len(kernels)
+    return "" in spaces or len(set(spaces)) > len({space.partition(" ")[0] for space in spaces})
 
 
 class MemoryFile:

@@ -154,8 +154,7 @@ class Comparisons:
         """Run ``calls`` on the CPU backend as one operation. Raises like ``compare``."""
         cpu = self._cpu
         try:
-            work = cpu.start(calls[0]) if len(calls) == 1 else cpu.start_many(calls)
-            return work.wait()
+            return (cpu.start(calls[0]) if len(calls) == 1 else cpu.start_many(calls)).wait()
         except _ENDS_OF_GROUPS as error:
             self.check()
             self._judge(error)
