@@ -5,7 +5,7 @@ of every rank follows from the call and the rank, so any rank can compute all in
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,13 +137,8 @@ def is_whole(dtype: Any) -> bool:
 # Functions that run on the ranks ------------------------------------------------------------
 
 
-Oracle = Callable[[Call, fl.ProcessGroup], None]
-
-
-def run_program(
-    rank: int, size: int, program: Sequence[Call], oracles: Mapping[str, Oracle] | None = None
-) -> None:
-    """Make every call and check each result before the next one, also by the verb's oracle."""
+def run_program(rank: int, size: int, program: Sequence[Call]) -> None:
+    """Make every call and check each result before the next one."""
     groups: dict[tuple[int, ...], fl.ProcessGroup] = {}
     for call in program:
         if call.members not in groups:
@@ -153,8 +148,6 @@ def run_program(
             print(call, flush=True)  # printed so that the log of a stuck rank ends with it
             try:
                 _STEPS[call.verb](call, group)
-                if oracles is not None and call.verb in oracles:
-                    oracles[call.verb](call, group)
             except Exception as error:
                 raise AssertionError(f"rank {rank} of {size} in {call}") from error
     for group in groups.values():

@@ -1,13 +1,11 @@
-"""Random programs of every verb on every backend, compared with NumPy and with an MPI library."""
+"""Random programs of every verb on every backend, compared with NumPy."""
 
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.distributed.conformance import ranks_in, world_of
-from tests.distributed.oracles import VERBS, run_with_mpi
+from tests.distributed.conformance import ranks_in
 from tests.distributed.programs import every_verb, programs, run_program
 
 WORLDS = [("single", 1), ("gloo", 2), ("shm", 2)]
@@ -36,12 +34,3 @@ def test_each_verb_works_in_every_size(ranks: Any) -> None:
     """Rows of every width that random programs may have omitted."""
     for dtype, widths in (("float32", (1, 100_000)), ("int8", (1000,))):
         ranks.run(run_program, every_verb(ranks.size, dtype, widths), deadline=100.0)
-
-
-@repeatable
-@given(data=st.data())
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "size"), [("shm", 2), ("gloo", 3), ("hierarchical", 4)])
-def test_random_programs_equal_mpi(pool: Any, backend: str, size: int, data: st.DataObject) -> None:
-    ranks = pool(size, **world_of(backend, {"init": "mpi"}))
-    ranks.run(run_with_mpi, data.draw(programs(size, VERBS)))

@@ -211,27 +211,3 @@ def test_checkpoint_of_another_network_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nothing was loaded: unexpected"):
         fl.load(tmp_path, network("Linear(3, 5)"))
     equal(other.state_dict(), expected)
-
-
-def test_batch_norm2d_after_linear_layers_has_correct_deltas() -> None:
-    """pytagi's deltas are wrong."""
-    layers = "Linear(2, 3), BatchNorm2d(3), ReLU(), Linear(3, 4)"
-    behind = network(f"Conv2d(1, 2, 8, in_width=8, in_height=8), {layers}")
-    alone = network(f"Linear(64, 2), {layers}")  # as a matrix
-    for name, entry in behind.state_dict().items():
-        other = {"Conv2d.0": "Linear.0"}.get(name, name)
-        alone.load_state_dict(alone.state_dict() | {other: entry})
-    x = np.random.default_rng(0).standard_normal((6, 1, 8, 8), np.float32)
-    for net in (behind, alone):
-        learn(net, x, 1)
-    equal(behind.parameters(), alone.parameters(), 1e-5, 1e-5)
-
-
-def test_step_is_finite_if_mean_and_variance_are_zero() -> None:
-    """In pytagi the slope of MixtureReLU is NaN, for example after the padding of an Embedding."""
-    x = np.array([[0, 0, 1, 2], [0, 0, 0, 0]])
-    for layers in ("Embedding(5, 3, 4, padding_idx=0), MixtureReLU(), Linear(12, 4)",
-                   "MixtureReLU(), Linear(4, 4)"):  # fmt: skip
-        net = network(layers)
-        learn(net, x, 1)
-        assert all(np.isfinite(array).all() for entry in net.parameters() for array in entry)
