@@ -81,8 +81,8 @@ lint: $(DEV) ## run ruff and mypy
 	$(IN_VENV) ruff check . && ruff format --check . && mypy
 
 simulate: $(DEV) ## simulate the start of RANKS ranks in virtual time, with the faults of SEED and without
-	$(IN_VENV) [ $(RANKS) -gt 512 ] || python -m tests.simulation --ranks $(RANKS) --seed $(or $(SEED),0) --faults
-	$(IN_VENV) python -m tests.simulation --ranks $(RANKS) --seed $(or $(SEED),0)
+	$(IN_VENV) [ $(RANKS) -gt 512 ] || python -m tests.simulation --ranks $(RANKS) --seed $(or $(SEED),0)
+	$(IN_VENV) python benchmarks/simulated_start.py --ranks $(RANKS) --seed $(or $(SEED),0)
 
 simulate-night: $(DEV) ## simulate 10,000 schedules of faults with 64 to 256 ranks
 	$(IN_VENV) python -m tests.simulation --night $(or $(NIGHT),10000) --seed $(or $(SEED),0)

@@ -64,17 +64,6 @@ def test_ranks_do_not_write_through_a_symbolic_link(tmp_path: Path) -> None:
 
 
 @as_root
-def test_ranks_ignore_files_of_another_user(ranks: Ranks, tmp_path: Path) -> None:
-    tmp_path.chmod(0o1777)
-    run = "0123456789abcdef"
-    for kind in (f"run-{run}-0", f"ask-{run}-{run}", f"tmp-{run}-0"):
-        file = tmp_path / f"meeting.{kind}"
-        file.write_text('{"version": 2, "addresses": []}')
-        os.chown(file, NOBODY, NOBODY)
-    assert all_end_well(start(ranks, tmp_path, "auto"))
-
-
-@as_root
 def test_ranks_of_two_users_do_not_connect(ranks: Ranks, tmp_path: Path, public: Path) -> None:
     """Ranks ignore a correct announcement of another user."""
     common = {"path": str(public / "meeting"), "log": str(tmp_path / "log"), "size": 2, "env": {}}

@@ -292,17 +292,6 @@ def test_file_store_survives_kills(ranks: Ranks, tmp_path: Path, victim: int, mo
     assert os.listdir(tmp_path) == []
 
 
-def test_file_store_works_after_repeatedly_killed_runs(ranks: Ranks, tmp_path: Path) -> None:
-    for moment in ("exchanged 0", "exchanged 1", "constructed", "exchanged 2"):
-        started = ranks.start_all(3, pause_at=moment)
-        for rank in started:
-            rank.await_event(moment)
-        for rank in started:
-            rank.kill()
-    ranks.run(3)
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize("restarted", [0, 1])
 def test_store_accepts_a_restarted_rank(ranks: Ranks, tmp_path: Path, restarted: int) -> None:
     waiting = ranks.start(1 - restarted, 3)

@@ -145,13 +145,6 @@ def test_unpickling_error_names_the_rank_of_the_object(rank: int, size: int) -> 
     assert fl.all_gather_object(rank) == list(range(size))  # all ranks are in step
 
 
-@on_ranks()
-def test_group_may_be_closed_at_once(rank: int, size: int) -> None:
-    for _ in range(4):
-        fl.new_group(range(size)).close()
-        fl.split(rank % 2).close()
-
-
 SHORT: dict[str, Any] = {"params": {"TIMEOUT": 1}}
 # The last rank is on the host of rank 0.
 SAME_HOST: dict[str, Any] = {"env": hosts_by_letter("aba")}

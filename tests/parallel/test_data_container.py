@@ -247,15 +247,6 @@ def test_epochs_are_compared_within_the_group(rank: int, size: int, name: str) -
         assert (other if group.rank else reason) in text
 
 
-@pytest.mark.slow
-@on_ranks(("shm", 3))
-def test_worker_processes_keep_the_share_of_the_group(rank: int, size: int) -> None:
-    group = fl.split(rank % 2)
-    data = fl.ShardedDataset(ROWS, 4, shuffle=False, group=group)
-    local_samples = samples(fl.dataset.PrefetchDataset(data, 1, 2, "processes"))
-    assert sorted(fl.all_gather(np.array(local_samples), group=group)) == list(range(10))
-
-
 VALUES = np.random.default_rng(3).standard_normal(60)
 
 

@@ -138,23 +138,6 @@ def test_failed_pass_restores_the_state_of_the_hook(rank: int, size: int) -> Non
     np.testing.assert_equal(after, before)
 
 
-@on_ranks(("shm", 2))
-@for_each("name", HOOKS)
-def test_hook_works_with_join(rank: int, size: int, name: str) -> None:
-    """Rank 1 has fewer batches, and continues with zeros and its remaining errors."""
-    model, hook = build(), make(name)
-    fl.distribute_module_grads(model, hook=hook)
-    optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)
-    with fl.join(model):
-        for _ in range(3 + 4 * (rank == 0)):
-            optimizer.zero_grad()
-            backward(model, rank, size)
-            optimizer.step()
-    report = hook.bytes_per_step, [param.array.tobytes() for param in model.params()]
-    first, second = fl.all_gather_object(report)
-    assert first == second
-
-
 def test_hook_arguments_are_checked() -> None:
     with pytest.raises(TypeError, match="a communication hook must be callable"):
         fl.distribute_module_grads(build(), hook=fl.Float16Compression)  # type: ignore[arg-type]

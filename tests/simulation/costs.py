@@ -6,7 +6,7 @@ the number of ranks is charged by the rows of ``_growing`` to each rank that run
 compute the same
 from the same roster, the simulation computes it once and shares the result.
 The constants were measured on two cores of an AMD EPYC with Python 3.11, by the script that
-``git show 5db13cf9:tests/simulation/measure.py`` prints. ``python -m tests.simulation.measure``
+``git show 5db13cf9:tests/simulation/measure.py`` prints. ``benchmarks/simulated_start.py --real``
 compares a real start with a simulated start.
 """
 

@@ -1,16 +1,24 @@
-"""A real start next to a simulated start, which shows whether the constants of ``costs`` fit.
+"""The start of a job in virtual time, and next to it a real start of this machine.
 
-python -m tests.simulation.measure [RANKS]
+    python benchmarks/simulated_start.py --ranks 1000 --seed 7  a start, and a death in another one
+    python benchmarks/simulated_start.py --ranks 1000 --groups  ranks that are joined make groups
+    python benchmarks/simulated_start.py --ranks 64 --real      a real and a simulated start
+
+The last comparison shows whether the constants of ``tests/simulation/costs.py`` fit this machine.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
+import logging
 import multiprocessing
 import os
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous.places import FAN, TreeRecord, entry, identity
@@ -18,7 +26,11 @@ from flashlight_py.distributed.rendezvous.store import Roster, Store, this_proce
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
+
+sys.path.append(str(Path(__file__).parent.parent))
+
 from tests.distributed.jobs import free_port
+from tests.simulation.grouping import Grouping
 from tests.simulation.scenario import Start, native_stood_in_for
 from tests.simulation.world import Host, Process, World, installed
 
@@ -161,8 +173,53 @@ def simulated(ranks: int, begin: Callable[[int, int, int], Any] | None = None) -
     return Seen(max(start.up.values()), computed[0], sum(computed[1:]) / (ranks - 1))
 
 
-def main() -> None:
-    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 64
+def report(ranks: int, seed: int) -> None:
+    """Print a start of ``ranks``, and the time until a death in another start is detected."""
+    start = Start(ranks, seed).run()
+    if start.errors:
+        raise next(iter(start.errors.values()))
+    first, *others = start.processes
+    busiest = max(others, key=lambda process: process.bytes_sent + process.bytes_received)
+    for name, process in (("rank 0", first), ("the busiest other rank", busiest)):
+        print(
+            f"{name}: {process.messages} messages, {process.most_connections} connections, "
+            f"{process.bytes_sent / 1e6:.3g} MB sent, "
+            f"{process.bytes_received / 1e6:.3g} MB received"
+        )
+    up, messages = max(start.up.values()), start.world.messages
+    connections = max(process.most_connections for process in start.processes)
+    bodies, memory = start.bodies, first.most_memory
+    del start, first, others, busiest, process  # two objects of 100,000 ranks need too much memory
+    gc.collect()
+    for name, rank in (("rank 0", 0), ("another one", ranks - 1)):
+        takes = of_one_rank(bodies, rank)
+        memory += takes.most if rank == 0 else 0
+        print(
+            f"of all cards {name} computes {takes.computes:.3g} s, has at most "
+            f"{takes.most / 1e6:.3g} MB, and keeps {takes.stays / 1e6:.3g} MB"
+        )
+    other = Start(ranks, seed)
+    other.dies = other.world.random.randrange(1, ranks), other.world.random.randint(2, 6)
+    other.run()
+    delay = max(other.ended.values()) - other.died
+    print(
+        f"ranks {ranks} up {up:.3g} s, death known {delay:.3g} s, connections {connections}, "
+        f"rank 0 {memory / 1e6:.3g} MB, {messages:.2g} messages"
+    )
+
+
+def make_groups(ranks: int, seed: int) -> None:
+    """Print the time in which ``ranks`` ranks create a group of all, of one per host, and of 8."""
+    for members in (range(ranks), range(0, ranks, 8), range(min(8, ranks))):
+        made = Grouping(ranks, seed, list(members)).run().made()
+        print(
+            f"{ranks} ranks make a group of {len(members)} in {made.seconds:.3g} s, with "
+            f"{made.messages:.2g} messages, at most {made.connections} connections"
+        )
+
+
+def compare(ranks: int) -> None:
+    """Print the times of real and of simulated starts of ``ranks`` ranks on this machine."""
     os.environ["FLASHLIGHT_SECRET"] = "s"
     begins_of = {"1 exchange": exchanges(1), "9 exchanges": exchanges(9), "start": None}
     for name, begin in begins_of.items():
@@ -174,6 +231,22 @@ def main() -> None:
                 f"{name} of {ranks} ranks, {where}: {seen.up:.4f} s; "
                 f"rank 0 computes {seen.first:.5f} s, the others {seen.other:.5f} s"
             )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--groups", action="store_true", help="make groups, instead of a start")
+    parser.add_argument("--real", action="store_true", help="compare with real starts")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    if options.real:
+        compare(options.ranks)
+    elif options.groups:
+        make_groups(options.ranks, options.seed)
+    else:
+        report(options.ranks, options.seed)
 
 
 if __name__ == "__main__":
