@@ -1,4 +1,4 @@
-"""The steps of each verb. MPI reduces arrays if ``_form_of`` allows it; otherwise this module does.
+"""The steps of each verb. MPI reduces arrays if ``_operation`` allows it; else this module does.
 
 Arrays are sent as bytes, by collectives of MPI. Data of more than 2 GB or on a GPU is sent by
 messages between pairs of ranks, because some libraries reject it in non-blocking collectives. The
@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -36,6 +36,7 @@ _COLLECTIVE_TAG, _LARGEST_TAG = 0, 32767
 _CHUNK_BYTES = 4 << 20
 
 _BITWISE = {ReduceOp.AND: "BAND", ReduceOp.OR: "BOR", ReduceOp.XOR: "BXOR"}
+_ARITHMETIC = (ReduceOp.SUM, ReduceOp.PROD)
 
 Steps: TypeAlias = Generator[None, None, Any]  # yields while it waits; returns the result
 Until: TypeAlias = Callable[[Iterable[partial[Any]]], Steps]  # ``Progress.until``
@@ -93,49 +94,39 @@ class VerbSteps:
 
     def _reduce(self, call: Call, _: None) -> Steps:
         """Reduce in place on all ranks, or on the root only (other ranks' arrays do not change)."""
-        array, form = call.array, _form_of(self._mpi, call.array, call.op)
+        array, operation = call.array, _operation(self._mpi, call.array, call.op)
         root = call.root if call.verb.rooted else None
         is_filled = call.verb.fills(self._rank, call.root)
-        if form is None:
+        if operation is None:
             counts = self.shares(array.size)
             part = as_bytes((yield from self._combine(call, counts)))
             counts = [count * array.itemsize for count in counts]
             yield from self.gather(part, as_bytes(array) if is_filled else None, counts, root)
             return array
-        carrier, begins = form.encode(array.reshape(-1)), []
-        for chunk in chunks(carrier):
+        flat, begins = array.reshape(-1), []
+        if array.dtype.kind == "i" and call.op in _ARITHMETIC:
+            flat = flat.view(f"u{array.itemsize}")  # unsigned integers wrap around
+        for chunk in chunks(flat):
             buffers = (self._mpi.IN_PLACE, chunk) if is_filled else (chunk, None)
             if root is None:
-                begins.append(partial(self._comm.Iallreduce, *buffers, form.op))
+                begins.append(partial(self._comm.Iallreduce, *buffers, operation))
             else:
-                begins.append(partial(self._comm.Ireduce, *buffers, form.op, root))
+                begins.append(partial(self._comm.Ireduce, *buffers, operation, root))
         yield from self._until(begins)
         if is_filled:
-            _decode(form, carrier, array, call.scale)
+            scale_in_place(array, call.scale)
         return array
 
     _all_reduce = _reduce
 
     def _reduce_scatter(self, call: Call, _: None) -> Steps:
         """Reduce arrays; return this rank's rows of the result in ``out`` or a new array."""
-        array, rows, size = call.array, call.rows, self._size
-        lengths = [array.shape[0] // size] * size if rows is None else rows
-        shape = (lengths[self._rank], *array.shape[1:])
-        part = array_module(array).empty(shape, array.dtype) if call.out is None else call.out
-        form = _form_of(self._mpi, array, call.op) if rows is None else None
-        flat = array.reshape(-1)
-        if form is None or (carrier := form.encode(flat)).nbytes > LARGEST_BYTES:
-            counts = [length * math.prod(array.shape[1:]) for length in lengths]
-            combined_part = yield from self._combine(call, counts)
-            part[...] = combined_part.reshape(shape)
-            settle(part)
-            return part
-        flat, fits = part.reshape(-1), carrier.itemsize == part.itemsize
-        reduced = flat.view(carrier.dtype) if fits else np.empty(flat.size, carrier.dtype)
-        begin = partial(self._comm.Ireduce_scatter_block, carrier, reduced, form.op)
-        yield from self._until([begin])
-        _decode(form, reduced, part, call.scale)
-        return part
+        array, rows = call.array, call.rows or [len(call.array) // self._size] * self._size
+        result, width = call.room(rows[self._rank]), math.prod(array.shape[1:])
+        part = yield from self._combine(call, [count * width for count in rows])
+        result[...] = part.reshape(result.shape)
+        settle(result)
+        return result
 
     def _combine(self, call: Call, counts: list[int]) -> Steps:
         """Return this rank's part of the reduction; rank r reduces ``counts[r]`` elements."""
@@ -313,82 +304,19 @@ def _by_rank(data: Array | None, counts: Sequence[int]) -> dict[int, Array]:
     return {} if data is None else dict(enumerate(split_rows(data, counts)))
 
 
-class MpiForm(NamedTuple):
-    """An MPI operation, and the conversion of arrays of one dtype for this operation.
+def _operation(mpi: Any, array: Array, op: ReduceOp) -> Any:
+    """Return the MPI operation that reduces arrays with the dtype of ``array`` by ``op``.
 
-    ``encode(array)`` returns the array that MPI reduces, called the carrier. ``decode(carrier)``
-    returns the reduced numbers, in the original dtype or in a wider float. Both may return a view
-    of their argument.
+    Return None if the result could be wrong, or differ between ranks. In MPI, minima and maxima of
+    NaN and signed zeros depend on the order of the ranks, and so does the rounding of complex
+    products (FMA). Open MPI saturates sums of 8 and 16 bits. Any nonzero byte is a true bool.
     """
-
-    op: Any
-    encode: Callable[[Array], Array]
-    decode: Callable[[Array], Array]
-
-
-def _decode(form: MpiForm, carrier: Array, out: Array, scale: float) -> None:
-    """Write ``scale`` times the numbers of ``carrier`` to ``out``, which may be the same memory."""
-    values = form.decode(carrier)
-    with np.errstate(all="ignore"):  # overflow is no error
-        scale_in_place(values, scale)
-        if not np.may_share_memory(values, out):
-            out[...] = values.reshape(out.shape)
-
-
-def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
-    """Return the form in which MPI reduces arrays with the dtype of ``array`` by ``op``.
-
-    Return None if ranks could get different bits. Minima and maxima of floats are sent as integers
-    that sort like the floats, because MPI's result for NaN and signed zeros depends on the order of
-    the ranks. 16-bit floats are summed as float32, and the result is rounded to 16 bits.
-    """
-    if is_cupy(array):
-        return None
-    operation = getattr(mpi, _BITWISE.get(op, op.name))
-    kind, bits = array.dtype.kind, array.itemsize * 8
-    carrier, is_arithmetic = array.dtype, op in (ReduceOp.SUM, ReduceOp.PROD)
-    if kind in "biu":
-        if is_arithmetic:  # integers wrap around, but Open MPI's AVX code saturates 8 and 16 bits
-            carrier = np.dtype(f"uint{max(bits, 32)}")  # therefore send at least 32 bits
-        elif kind == "b":  # any nonzero byte is true
-            return MpiForm(operation, _truth, lambda carrier: carrier.view(np.bool_))
-    elif op in (ReduceOp.MIN, ReduceOp.MAX):
-        return _extreme_form(operation, op, array.dtype) if bits <= 64 else None
-    elif bits == 16:
-        return MpiForm(operation, lambda a: a.astype(np.float32), lambda wide: wide)
-    elif kind == "c" and op is ReduceOp.PROD:
-        return None  # complex a * b and b * a may differ in rounding (FMA)
-
-    def convert_to(dtype: np.dtype[Any]) -> Callable[[Array], Array]:
-        same = array.itemsize == carrier.itemsize
-        return lambda values: values.view(dtype) if same else values.astype(dtype)
-
-    return MpiForm(operation, convert_to(carrier), convert_to(array.dtype))
-
-
-def _truth(array: Array) -> Array:
-    truth: Array = (array.view(np.uint8) != 0).view(np.uint8)
-    return truth
-
-
-def _extreme_form(operation: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
-    signed = np.dtype(f"int{dtype.itemsize * 8}")
-    limits = np.iinfo(signed)
-    nan = limits.min if op is ReduceOp.MIN else limits.max  # NaN on any rank makes the result NaN
-
-    def encode(array: Array) -> Array:
-        keys = _mirrored(array.view(signed))
-        keys[np.isnan(array)] = nan
-        return keys
-
-    def decode(carrier: Array) -> Array:
-        return _mirrored(carrier).view(dtype)
-
-    return MpiForm(operation, encode, decode)
-
-
-def _mirrored(integers: Array) -> Array:
-    """Convert bits of IEEE floats to integers in the same order, or back to bits of floats."""
-    last = integers.itemsize * 8 - 1
-    flipped: Array = integers ^ ((integers >> last) & np.iinfo(integers.dtype).max)
-    return flipped
+    kind, bits, is_arithmetic = array.dtype.kind, array.itemsize * 8, op in _ARITHMETIC
+    if kind in "iu":
+        is_exact = bits >= 32 or not is_arithmetic
+    elif kind == "c":
+        is_exact = op is ReduceOp.SUM
+    else:
+        is_exact = kind == "f" and bits >= 32 and is_arithmetic
+    usable = is_exact and not is_cupy(array)
+    return getattr(mpi, _BITWISE.get(op, op.name)) if usable else None
