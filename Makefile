@@ -77,8 +77,11 @@ engines: .venv/.engines ## install Ray, Dask, Spark and submitit; without them t
 test-gpu: $(DEV) ## run the tests in tests/gpu; needs CuPy, NCCL and at least one GPU
 	$(IN_VENV) python -m pytest tests/gpu -m gpu $(PYTEST)
 
-lint: $(DEV) ## run ruff and mypy
+lint: $(DEV) ## run ruff and mypy; check the workflows and CITATION.cff
 	$(IN_VENV) ruff check . && ruff format --check . && mypy
+	$(IN_VENV) check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(IN_VENV) check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
+	$(IN_VENV) zizmor --quiet --offline .github
 
 simulate: $(DEV) ## simulate the start of RANKS ranks in virtual time, with the faults of SEED and without
 	$(IN_VENV) [ $(RANKS) -gt 512 ] || python -m tests.simulation --ranks $(RANKS) --seed $(or $(SEED),0)
