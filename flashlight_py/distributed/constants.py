@@ -34,6 +34,8 @@ class DistributedBackend(enum.IntEnum):
     """Arrays through an MPI library."""
     SHM = 4
     """NumPy arrays between processes of one host, through shared memory."""
+    PORTABLE = 5
+    """NumPy arrays over TCP in pure Python, for installations without native code."""
 
 
 class DistributedConstants:
@@ -47,7 +49,8 @@ class DistributedConstants:
     """Seconds that initialisation and each operation may take. Default: the variable
     FLASHLIGHT_TIMEOUT, else 300."""
     BACKEND = "BACKEND"
-    """``auto`` (default), ``gloo``, ``shm``, ``mpi`` or ``nccl`` (``auto``, but GPUs required)."""
+    """``auto`` (default), ``gloo``, ``shm``, ``mpi``, ``portable`` or ``nccl`` (``auto``, but GPUs
+    required)."""
     MPI_CUDA_AWARE = "MPI_CUDA_AWARE"
     """1: with ``BACKEND`` ``mpi``, the MPI library accepts pointers to GPU memory. Default: 0."""
     HOST_TIMEOUT = "HOST_TIMEOUT"

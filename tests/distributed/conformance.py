@@ -37,6 +37,7 @@ def two_hosts(rank: int) -> dict[str, str]:
 BACKENDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "single": ((1,), {}),
     "gloo": ((2, 3), {"params": {"BACKEND": "gloo"}}),
+    "portable": ((2, 3), {"params": {"BACKEND": "portable"}}),
     "shm": ((2, 4), {"params": {"BACKEND": "shm"}}),
     "hierarchical": ((4,), {"env": two_hosts}),
     "mpi": ((3,), {"init": "mpi", "params": {"BACKEND": "mpi"}}),

@@ -57,24 +57,22 @@ def failure(
     if status == lib.FL_MISMATCH:
         return _mismatch(where, backend, handle, number)
     if status == lib.FL_RAISED:
-        return _received_error(where, text)
+        return received_error(where, text)
     lost = {lib.FL_PEER_LOST: wording.PEER_ADVICE, lib.FL_HOST_LOST: wording.HOST_ADVICE}
     advice = (lost | {lib.FL_LEAVING: wording.LEAVING_ADVICE}).get(status)
     if status == lib.FL_PEER_LOST and text.startswith(_LEFT):
         text = _ended_normally(backend, handle, missing, number) + text.removeprefix(_LEFT)
         advice = wording.LEAVING_ADVICE if "send" in verb or "recv" in verb else wording.END_ADVICE
     if advice is not None:
-        error = PeerLostError(
-            f"{where}: lost {who} ({text}){processes}. {advice}. {wording.UNUSABLE}"
-        )
+        error = PeerLostError(wording.lost(where, who, text, processes, advice))
         if text.startswith(_GIVEN_UP):
             error.for_others = _late_rank_for_peers(backend, who, text[len(_GIVEN_UP) :])
         return error
     if status == lib.FL_TIMEOUT:
         limit = f"{seconds:g} seconds"
         if elsewhere := calls_in_other_groups(backend, missing[:_MOST_QUERIED]):
-            text = _deadlock(where, backend, handle, elsewhere, limit)
-            return MismatchError(text, group_lives=False)
+            waiting = _waiting(backend, handle)
+            return deadlock(where, waiting, elsewhere, limit)
         last = _last_calls(backend, handle, missing, number)
         late = wording.did_not_join(where, f"{who} did not join", limit, text, processes, last)
         return CollectiveTimeoutError(late)
@@ -90,18 +88,18 @@ def _ended_normally(
     backend: NativeBackend, handle: Any, missing: Sequence[int], number: int
 ) -> str:
     """Return as text that the first ``missing`` rank left the group, and after how many calls."""
-    words, calls = "it ended normally or closed this group", backend.lib.fl_op_signatures(handle)
+    calls = backend.lib.fl_op_signatures(handle)
     if calls == backend.ffi.NULL or not missing:
-        return words  # no counts: this is a message, or the group failed earlier
+        return wording.HAS_LEFT  # no counts: this is a message, or the group failed earlier
     own_count, peer_count = (calls[rank].sequence for rank in (backend.rank, missing[0]))
     if peer_count >= own_count:
-        return words
+        return wording.HAS_LEFT
     number = number or backend.count[0] or own_count
     made = min(number - 1, peer_count + number - own_count)  # a call that only began does not count
-    return f"{words} after {made} calls of it, {number - made} fewer than this rank"
+    return wording.ended_after(made, number)
 
 
-def error_for_peers(backend: NativeBackend, cause: str | DistributedError) -> str:
+def error_for_peers(backend: Any, cause: str | DistributedError) -> str:
     """Return a message that makes other ranks raise ``cause``, or an error with this traceback."""
     if isinstance(cause, str):
         who = f"rank {backend.numbers[backend.rank]}"
@@ -114,14 +112,14 @@ def error_for_peers(backend: NativeBackend, cause: str | DistributedError) -> st
     return kind + re.split(r"\[\w+\] rank \d+ of \d+: ", str(cause), maxsplit=1)[-1]
 
 
-def _late_rank_for_peers(backend: NativeBackend, who: str, why: str) -> str:
+def _late_rank_for_peers(backend: Any, who: str, why: str) -> str:
     """Return the message for other ranks after the ranks ``who`` gave up waiting for this rank."""
     processes = wording.process_list([backend.rank], backend.processes)
     late = f"rank {backend.numbers[backend.rank]} did not join"
     return wording.did_not_join("", late, f"the limit of {who}", why, processes).removeprefix(": ")
 
 
-def _received_error(where: str, words: str) -> DistributedError:
+def received_error(where: str, words: str) -> DistributedError:
     text = f"{where}: {wording.indented_traceback(words[1:])}"
     if words.startswith(_DIFFERENT):
         return MismatchError(text, group_lives=False)
@@ -156,18 +154,22 @@ def _call_and_site(backend: NativeBackend, handle: Any, rank: int, signature: An
     return signature_text(signature, name) + (f" at {site}" if site else "")
 
 
-def _deadlock(where: str, backend: NativeBackend, handle: Any, others: str, limit: str) -> str:
-    """Return the error text for ranks that wait for each other in different groups."""
+def _waiting(backend: NativeBackend, handle: Any) -> str:
     signatures = backend.lib.fl_op_signatures(handle)
-    waiting = f"{backend.name} waits for a message"
-    if signatures != backend.ffi.NULL:
-        call = signature_text(signatures[backend.rank])
-        waiting = f"this rank called {call} as rank {backend.rank} of a group of {backend.size}"
-    return (
+    if signatures == backend.ffi.NULL:
+        return f"{backend.name} waits for a message"
+    call = signature_text(signatures[backend.rank])
+    return f"this rank called {call} as rank {backend.rank} of a group of {backend.size}"
+
+
+def deadlock(where: str, waiting: str, others: str, limit: str) -> MismatchError:
+    """Return the error for ranks that wait for each other in different groups."""
+    text = (
         f"{where}: the ranks called verbs of different groups: {waiting}; {others}. They waited "
         f"{limit} for each other. {wording.UNUSABLE}. Make every rank call the groups in the same "
         "order"
     )
+    return MismatchError(text, group_lives=False)
 
 
 def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], number: int) -> str:
@@ -193,7 +195,7 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], num
     return f"{'; '.join(sentences)}. "
 
 
-def calls_in_other_groups(backend: NativeBackend, missing: Sequence[int]) -> str:
+def calls_in_other_groups(backend: Any, missing: Sequence[int]) -> str:
     """Return as text the calls that the ``missing`` ranks have made in other groups."""
     calls = [(backend.numbers[rank], _call_in_other_group(backend, rank)) for rank in missing]
     called = [f"rank {number} called {call}" for number, call in calls if call]
@@ -203,7 +205,7 @@ def calls_in_other_groups(backend: NativeBackend, missing: Sequence[int]) -> str
     return "; ".join(called)
 
 
-def _call_in_other_group(backend: NativeBackend, rank: int) -> str:
+def _call_in_other_group(backend: Any, rank: int) -> str:
     for other in abort.open_backends():
         call_ahead = getattr(other, "call_ahead", None)
         if other is backend or call_ahead is None or rank >= len(backend.processes):

@@ -26,6 +26,9 @@ HOST_ADVICE = (
     "debugger, pass params={'HOST_TIMEOUT': seconds} to distributed_init (0: no limit)"
 )
 
+HAS_LEFT = "it ended normally or closed this group"
+IS_LEAVING = "it waits in distributed_shutdown() and has not begun this message"
+
 
 def process_list(ranks: Sequence[int], processes: Sequence[str]) -> str:
     """Return a clause such as ", which is process 12 on host a", or "" if no process is known."""
@@ -33,6 +36,16 @@ def process_list(ranks: Sequence[int], processes: Sequence[str]) -> str:
     listed, more = ", ".join(texts[:MOST_RANKS]), len(texts) - MOST_RANKS
     listed += f" and {more} more" if more > 0 else ""
     return f", which {'are' if len(texts) > 1 else 'is'} {listed}" if texts else ""
+
+
+def ended_after(made: int, number: int) -> str:
+    """Return that a rank left a group after ``made`` calls; this rank makes call ``number``."""
+    return f"{HAS_LEFT} after {made} calls of it, {number - made} fewer than this rank"
+
+
+def lost(where: str, who: str, reason: str, which: str, advice: str) -> str:
+    """Return the text of a PeerLostError. ``which``: see ``process_list``."""
+    return f"{where}: lost {who} ({reason}){which}. {advice}. {UNUSABLE}"
 
 
 def different_calls(

@@ -116,7 +116,7 @@ def distributed_init(
 
 def create_world(create: StoreFactory, settings: Settings) -> World:
     _check_threads()
-    if settings.backend not in ("auto", "mpi"):
+    if settings.backend not in ("auto", "mpi", "portable"):
         _native.load_extension(settings.backend)  # fail before anything is created
     new = NewWorld(create(), settings)
     new.store.host_timeout = settings.host_timeout
@@ -266,7 +266,7 @@ def join_ranks(new: NewWorld) -> None:
     store, settings, host_ranks = new.store, new.settings, new.host_ranks
     choice = connect(store, settings)
     if choice.problem and store.rank == 0:
-        _log.warning("Gloo is used instead of shared memory and is slower: %s", choice.problem)
+        _log.warning("%s is used, which is slower: %s", choice.backend.path, choice.problem)
     local_rank = host_ranks.index(store.rank)
     rule = topology.DeviceRule(store.rank, local_rank, settings.max_device_per_node)
     group = ProcessGroup(choice.backend, None, joiner(rule, settings))

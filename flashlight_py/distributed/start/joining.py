@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.gloo import GlooBackend, GlooPart
 from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
+from flashlight_py.distributed.backends.portable import PortableBackend
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.failures.agreement import between_hosts
@@ -70,6 +71,8 @@ def connect(store: Store, settings: Settings) -> Choice:
 def _by_cpu(store: Store, settings: Settings) -> Choice:
     if settings.backend == "gloo":
         return Choice(_gloo(store, settings), "BACKEND is gloo")
+    if settings.backend == "portable":
+        return Choice(_portable(store, settings), "BACKEND is portable")
     sharing = topology.ranks_by_memory(store)
     hosts, reason = sharing.groups, sharing.apart
     if settings.backend == "shm":
@@ -81,10 +84,23 @@ def _by_cpu(store: Store, settings: Settings) -> Choice:
             )
         inside = ShmBackend(store, settings.timeout, settings.compares_at_once)
         return Choice(inside, "BACKEND is shm")
+    if len(hosts) > 1 and (missing := _missing_gloo(store)):
+        why = f"no native code connects the ranks: {missing}"
+        return Choice(_portable(store, settings), why, missing)
     if len(hosts) == store.size:
         why = f"no two ranks share memory{reason and f': {reason}'}"
         return Choice(_gloo(store, settings), why, reason)
     return _by_memory(store, settings, sharing)
+
+
+def _missing_gloo(store: Store) -> str:
+    """Return why a rank of ``store`` cannot use Gloo, or "". Collective."""
+    reason = ""
+    try:
+        _native.load_extension("gloo")
+    except BackendUnavailableError as error:
+        reason = str(error)
+    return store.exchange(reason.encode(errors="backslashreplace")).derived(_first_text)
 
 
 def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> Choice:
@@ -140,8 +156,17 @@ def _gloo(
     if store.subgroup is not None:
         return GlooPart(store.subgroup.parent, store, settings.timeout)
     _native.load_extension("gloo")
+    return GlooBackend(store, *_connecting(store, settings), lazily, is_watched, at_once)
+
+
+def _portable(store: Store, settings: Settings) -> Backend:
+    address, timeout, *more = _connecting(store, settings)
+    return PortableBackend(store, timeout, address, *more)
+
+
+def _connecting(store: Store, settings: Settings) -> tuple[Any, ...]:
+    """Return the address of this rank, and the seconds and secrets of ``settings``."""
     one_host = all(host == store.hosts[0] for host in store.hosts)
     address = topology.address_inside(settings.interface) if one_host else settings.address
     seconds = settings.timeout, settings.joining_seconds
-    host = settings.job_key, settings.host_timeout
-    return GlooBackend(store, address, *seconds, *host, lazily, is_watched, at_once)
+    return address, *seconds, settings.job_key, settings.host_timeout

@@ -17,7 +17,7 @@ from flashlight_py.distributed.constants import DistributedConstants as Keys
 
 # Maximum timeouts in seconds. epoll can wait at most 24 days, and keepalive even less.
 MOST_SECONDS, MOST_HOST_SECONDS = 1e6, 1e5
-BACKENDS = ("nccl", "gloo", "mpi", "shm")
+BACKENDS = ("nccl", "gloo", "mpi", "shm", "portable")
 _MASTER = (Keys.MASTER_ADDR, Keys.MASTER_PORT)
 
 
