@@ -180,7 +180,10 @@ class GlooBackend(NativeBackend):
         dead = [rank for rank in self._of_machine if self._peers[rank].is_gone()]
         if not dead:
             return None
-        who, processes = names(self.numbers[rank] for rank in dead), process_list(dead, self.processes)
+        who, processes = (
+            names(self.numbers[rank] for rank in dead),
+            process_list(dead, self.processes),
+        )
         where, advice = f"[{doing}] {self.name}", "Read its output"
         return errors.PeerLostError(lost(where, who, "its process has ended", processes, advice))
 

@@ -8,6 +8,7 @@ import logging
 import selectors
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -167,7 +168,8 @@ def connect(
             f"{where}: cannot listen at address {address!r}: {error}. Set params={{'INTERFACE': "
             "...}} to another interface or address"
         ) from error
-    end = time.monotonic() + joining
+    seconds = min(joining, threading.TIMEOUT_MAX)
+    end = time.monotonic() + seconds
     links = dict[int, Link]()
     try:
         card = [this_process(), address, listener.getsockname()[1], nonce().hex(), host_timeout]
@@ -176,7 +178,7 @@ def connect(
         limit = max(card[4] for card in cards) if all(card[4] for card in cards) else 0.0
         for rank in range(store.rank):  # each rank connects to the lower ranks
             try:
-                sock = socket.create_connection(tuple(cards[rank][1:3]), joining)
+                sock = socket.create_connection(tuple(cards[rank][1:3]), seconds)
                 _prove(sock, key, store.rank)
             except OSError as error:
                 if isinstance(error, TimeoutError):

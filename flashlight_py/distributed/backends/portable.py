@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -45,7 +45,7 @@ _LEAVE_SECONDS = 0.5  # maximum seconds to send the last frames before the conne
 _IDLE_SECONDS = 1.0  # seconds without an operation after which the background thread ends
 _LARGE = 64 << 10  # bytes from which an all_reduce sends parts first, and then the reduced parts
 _TEXT_BYTES = 320  # maximum bytes of a call as text, with its line of code
-_ENDED = "the group cannot be used any more: "
+Error: TypeAlias = Callable[[str], errors.DistributedError]  # its argument begins the message
 _LEFT, _LEAVING = wording.HAS_LEFT, wording.IS_LEAVING
 # Each rank receives only its parts of the arrays. On parts, another verb has the same meaning.
 _OF_PARTS = {
@@ -125,9 +125,8 @@ class PortableBackend(Backend):
         self._turn = threading.Condition()  # guards all fields
         self._is_led = False  # whether a thread receives
         self._thread: threading.Thread | None = None
-        # Returns the error that ended the group, for a call.
-        self._failure: Callable[[str], errors.DistributedError] | None = None
-        self._is_closed = False
+        self._ended: Error | None = None  # the error of later calls; None: the group is usable
+        self._cause: Error | None = None  # the error that ended the group
         self._served = 0  # rank of the last message
         self.links = connect(store, f"[connect] {self.name}", *connecting)
         self._selector = selectors.DefaultSelector()
@@ -141,20 +140,12 @@ class PortableBackend(Backend):
             self.callers.threads.add(thread)
             with self._turn:
                 operation = Operation(self, call)
-                if self._is_closed:
-                    raise self._closed(operation.where)
-                if self._failure is not None:
-                    text = str(self._failure("")).removeprefix(": ")
-                    raise errors.GroupClosedError(f"{operation.where}: {_ENDED}{text}")
                 self._works = [op for op in self._works if not (op.has_ended and op.is_settled)]
                 self._works.append(operation)
-                if call.verb is verbs.SEND:
-                    self._send_message(operation)
+                if self._ended is not None:
+                    operation.end(error=self._ended(operation.where))
                 else:
-                    (self._receives if call.verb.is_message else self._queue).append(operation)
-                self._advance()
-                if call.verb is verbs.RECV and call.peer != ANY_RANK:
-                    self._report_tags(call.peer, self.links[call.peer].messages.values())
+                    self._begin(operation)
             if not call.blocking:
                 operation.is_settled = bool(call.refusal)  # the caller raises its own error
                 self._ensure_thread()
@@ -166,6 +157,16 @@ class PortableBackend(Backend):
             raise
         finally:
             self.callers.threads.discard(thread)
+
+    def _begin(self, operation: Operation) -> None:
+        call = operation.call
+        if call.verb is verbs.SEND:
+            self._send_message(operation)
+        else:
+            (self._receives if call.verb.is_message else self._queue).append(operation)
+        self._advance()
+        if call.verb is verbs.RECV and call.peer != ANY_RANK:
+            self._report_tags(call.peer, self.links[call.peer].messages.values())
 
     # Collectives ----------------------------------------------------------------------------------
 
@@ -190,7 +191,9 @@ class PortableBackend(Backend):
         if any(frame.text != text for frame in frames):
             calls = [json.loads(frame.text) for frame in frames]
             if len({key for key, _, _ in calls}) > 1 or len({k for _, k, _ in calls if k}) > 1:
-                raise self._mismatch(operation, {rank: text for rank, (*_, text) in enumerate(calls)})
+                raise self._mismatch(
+                    operation, {rank: text for rank, (*_, text) in enumerate(calls)}
+                )
             kind = calls[call.root][1]
         if call.refusal or array is None and verb is not verbs.SCATTER:
             return None
@@ -220,7 +223,9 @@ class PortableBackend(Backend):
         if array is None or call.compared or call.refusal:
             return [None] * size
         if call.verb.cuts:
-            return split_rows(array, [len(array) // size] * size if call.rows is None else call.rows)
+            return split_rows(
+                array, [len(array) // size] * size if call.rows is None else call.rows
+            )
         if call.verb is verbs.SCATTER:
             return [array[rank, ...] for rank in range(size)]
         return [array if self._sends(call, self.rank, rank) else None for rank in range(size)]
@@ -309,7 +314,7 @@ class PortableBackend(Backend):
         end, leads = time.monotonic() + seconds, False
         try:
             while operation is None or not operation.has_ended:
-                left = end - time.monotonic()
+                left = max(0.0, end - time.monotonic())  # also if ``seconds`` is NaN
                 with self._turn:
                     if leads or not self._is_led:
                         leads = self._is_led = True
@@ -318,7 +323,7 @@ class PortableBackend(Backend):
                         continue
                 if leads:
                     self._receive(left)
-                if left <= 0:
+                if left == 0:
                     break
         finally:
             if leads:
@@ -334,7 +339,7 @@ class PortableBackend(Backend):
         left = min([seconds, _SLICE_SECONDS, *(op.deadline - time.monotonic() for op in pending)])
         ready = self._selector.select(max(0.0, left))
         with self._turn:
-            for key, _ in ready if self._failure is None else ():
+            for key, _ in ready if self._ended is None else ():
                 rank, link = key.data
                 link.flush()
                 for frame in link.receive():
@@ -367,9 +372,12 @@ class PortableBackend(Backend):
             link.is_leaving = True
         elif frame.kind == Kind.LEFT:
             link.left_after, link.loss = frame.number, _LEFT
-        elif frame.kind == Kind.ABORT and self._failure is None:
+        elif frame.kind == Kind.ABORT and self._ended is None:
             text = frame.text.decode(errors="replace")
-            self._fail(lambda where: native_errors.received_error(where, text))
+            self._fail(
+                lambda where: native_errors.received_error(where, text),
+                f" because of {self._names([rank])}",
+            )
 
     def _advance(self) -> None:
         """Run the steps of collectives, and end operations that need a lost rank."""
@@ -380,7 +388,8 @@ class PortableBackend(Backend):
                 if operation.steps is None:
                     operation.steps = self._steps(operation, operation.call)
                     next(operation.steps)
-                while all(link.calls for link in links):
+                # An array that is not sent yet must not be overwritten.
+                while all(link.calls for link in links) and not operation.unsent[0]:
                     operation.steps.send([link.calls.popleft() for link in links])
                 break
             except StopIteration as stop:
@@ -418,19 +427,23 @@ class PortableBackend(Backend):
         return errors.MismatchError(text, calls=[*calls.values()])
 
     def _lose(self, operation: Operation, rank: int, reason: str) -> None:
-        """End the group because ``operation`` waits for ``rank``, which is lost."""
+        """End the group because ``operation`` waits for ``rank``, which is lost for ``reason``."""
         link, is_message = self.links[rank], operation.call.verb.is_message
         advice = link.advice
         if reason in (_LEFT, _LEAVING):
             advice = wording.LEAVING_ADVICE if is_message else wording.END_ADVICE
             if not is_message and link.left_after < operation.number:
-                reason = wording.ended_after(reason, link.left_after, operation.number)
-        self._break(operation, partial(self._loss, rank, reason, advice))
+                reason = wording.ended_after(link.left_after, operation.number)
+        self._break(operation, [rank], partial(self._loss, [rank], reason, advice))
 
-    def _loss(self, rank: int, reason: str, advice: str, where: str) -> errors.PeerLostError:
-        who = wording.names([self.numbers[rank]])
-        processes = wording.process_list([rank], self.processes)
-        return errors.PeerLostError(wording.lost(where, who, reason, processes, advice))
+    def _names(self, ranks: Sequence[int]) -> str:
+        return wording.names(self.numbers[rank] for rank in ranks)
+
+    def _loss(
+        self, ranks: Sequence[int], reason: str, advice: str, where: str
+    ) -> errors.PeerLostError:
+        which = wording.process_list(ranks, self.processes)
+        return errors.PeerLostError(wording.lost(where, self._names(ranks), reason, which, advice))
 
     def _expire(self, operation: Operation) -> None:
         """End the group because ``operation`` has reached its deadline."""
@@ -444,13 +457,18 @@ class PortableBackend(Backend):
             detail, last = "over TCP", self._last_calls(operation, missing)
         if elsewhere := native_errors.calls_in_other_groups(self, missing):
             waiting = f"this rank called {operation.text} as rank {self.rank} of {self.size}"
-            make = partial(native_errors.deadlock, waiting=waiting, others=elsewhere, limit=limit)
-        else:
-            who = f"{wording.names(self.numbers[rank] for rank in missing)} did not join"
-            processes = wording.process_list(missing, self.processes)
-            about = who, limit, detail, processes, last
-            make = lambda where: errors.CollectiveTimeoutError(wording.did_not_join(where, *about))
-        self._break(operation, make)
+            about = waiting, elsewhere, limit
+            self._break(operation, missing, lambda where: native_errors.deadlock(where, *about))
+            return
+        names, which = self._names(missing), wording.process_list(missing, self.processes)
+        words = f"{names} did not join", limit, detail, which, last
+        late = f"it gave up waiting for this rank: {detail}"
+        for rank in missing:
+            error = self._loss([self.rank], late, wording.PEER_ADVICE, "")
+            text = native_errors.error_for_peers(self, error)
+            self.links[rank].send(Kind.ABORT, 0, None, text.encode(errors="replace"), [0])
+        make = lambda where: errors.CollectiveTimeoutError(wording.did_not_join(where, *words))
+        self._break(operation, missing, make)
 
     def _tags(self, call: Call) -> str:
         """Return as text the tag of a message that has timed out, and the tags of its peers."""
@@ -476,20 +494,23 @@ class PortableBackend(Backend):
             sentences.append(last)
         return f"{'; '.join(sentences)}. "
 
-    def _break(self, operation: Operation, make: Callable[[str], errors.DistributedError]) -> None:
-        """End the group on all ranks. ``make`` returns the error; its argument is the call."""
+    def _break(self, operation: Operation, ranks: Sequence[int], make: Error) -> None:
+        """End the group on all ranks, because of ``ranks``."""
         error = make(operation.where)
         operation.end(error=error)
-        self._abort(native_errors.error_for_peers(self, error), make)
+        self._abort(native_errors.error_for_peers(self, error), make, ranks)
 
-    def _abort(self, text: str, make: Callable[[str], errors.DistributedError]) -> None:
-        for link in self.links.values() if self._failure is None else ():
+    def _abort(self, text: str, make: Error, ranks: Sequence[int] = ()) -> None:
+        for link in self.links.values() if self._ended is None else ():
             link.send(Kind.ABORT, 0, None, text.encode(errors="replace"), [0])
-        self._fail(make)
+        self._fail(make, f" because of {self._names(ranks)}" if ranks else "")
 
-    def _fail(self, make: Callable[[str], errors.DistributedError]) -> None:
-        """End all operations with the error that ``make`` returns; keep it for later calls."""
-        self._failure = self._failure or make
+    def _fail(self, make: Error, because: str = "") -> None:
+        """End all operations with the error ``make``. Later calls raise ``GroupClosedError``."""
+        if self._ended is None:
+            text = f"the group cannot be used any more{because}: {make('')}".replace(": : ", ": ")
+            self._cause = make
+            self._ended = lambda where: errors.GroupClosedError(f"{where}: {text}")
         for operation in self._pending():
             operation.end(error=make(operation.where))
         self._queue.clear()
@@ -502,25 +523,25 @@ class PortableBackend(Backend):
         sends = [operation for link in self.links.values() for operation in link.sends.values()]
         return [op for op in (*self._queue, *self._receives, *sends) if not op.has_result]
 
-    def _closed(self, where: str) -> errors.GroupClosedError:
-        return errors.GroupClosedError(f"{where}: the group is closed. Create it again")
-
     # Other methods of the contract ----------------------------------------------------------------
 
     def abort(self, cause: str | errors.DistributedError) -> None:
         text = native_errors.error_for_peers(self, cause)
         with self._turn:
-            self._abort(text, lambda where: errors.GroupClosedError(f"{where}: {_ENDED}{text[1:]}"))
+            make = lambda where: errors.GroupClosedError(f"{where}: {text[1:]}")
+            self._abort(text, make)
             self._drain()
 
     def lost(self, doing: str) -> errors.DistributedError | None:
         where = f"[{doing}] {self.name}"
         self.receive_until(None, 0.0)
         with self._turn:
-            if self._failure is not None:
-                return self._failure(where)
-            lost = [rank for rank, link in self.links.items() if link.loss]
-            return self._loss(lost[0], self.links[lost[0]].loss, wording.PEER_ADVICE, where) if lost else None
+            if self._cause is not None:
+                return self._cause(where)
+            losses = ((rank, link.loss) for rank, link in self.links.items() if link.loss)
+            for rank, loss in losses:
+                return self._loss([rank], loss, wording.PEER_ADVICE, where)
+            return None
 
     def call_ahead(self, rank: int) -> str:
         """Return as text a collective that ``rank`` has begun before this rank, or ""."""
@@ -542,10 +563,10 @@ class PortableBackend(Backend):
 
     def close(self) -> None:
         with self._turn:
-            if self._is_closed:
+            if self._ended is _closed:
                 return
-            self._is_closed, self._failure = True, None
-            self._fail(self._closed)
+            self._fail(_closed)
+            self._ended = self._cause = _closed
             for link in self.links.values():
                 link.send(Kind.LEFT, self.count[0], None, b"", [0])
             self._drain()
@@ -555,12 +576,14 @@ class PortableBackend(Backend):
                 link.close()
 
     def abandon(self) -> None:
-        self._turn, self._is_closed, self._failure = threading.Condition(), True, self._closed
+        self._turn, self._ended, self._cause = threading.Condition(), _closed, _closed
         for link in self.links.values():
             link.sock.close()
 
     def _drain(self) -> None:
         """Send the queued frames. Block for at most ``_LEAVE_SECONDS``."""
+        if not any(link.has_unsent for link in self.links.values()):
+            return
         end = time.monotonic() + _LEAVE_SECONDS
         with selectors.DefaultSelector() as selector:
             for link in self.links.values():
@@ -582,13 +605,17 @@ class PortableBackend(Backend):
         try:
             while True:
                 with self._turn:
-                    if not self._turn.wait_for(self._pending, _IDLE_SECONDS):
+                    self._turn.wait_for(lambda: self._pending() or self._ended, _IDLE_SECONDS)
+                    if not (pending := self._pending()):
                         return
-                    pending = self._pending()
                 for operation in pending:
                     self.receive_until(operation, math.inf)
         finally:
             self._thread = None
+
+
+def _closed(where: str) -> errors.GroupClosedError:
+    return errors.GroupClosedError(f"{where}: the group is closed. Create it again")
 
 
 def _tag(frame: Frame) -> int:

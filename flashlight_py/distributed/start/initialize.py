@@ -266,7 +266,7 @@ def join_ranks(new: NewWorld) -> None:
     store, settings, host_ranks = new.store, new.settings, new.host_ranks
     choice = connect(store, settings)
     if choice.problem and store.rank == 0:
-        _log.warning("%s is used, which is slower: %s", choice.backend.path, choice.problem)
+        _log.warning("%s", choice.problem)
     local_rank = host_ranks.index(store.rank)
     rule = topology.DeviceRule(store.rank, local_rank, settings.max_device_per_node)
     group = ProcessGroup(choice.backend, None, joiner(rule, settings))

@@ -21,13 +21,15 @@ from flashlight_py.distributed.rendezvous.store import Store, SubStore
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
+_SLOW_GLOO = "Gloo is used instead of shared memory and is slower: "
+_SLOW_PORTABLE = "the portable backend in Python is used instead of native code and is slower: "
 _MOST_SIZES = 16  # ``describe`` lists the number of ranks of at most 16 hosts
 
 
 class Choice(NamedTuple):
     """A backend, and the reason why it was chosen.
 
-    ``problem`` explains why ranks of one host do not share memory, else "".
+    ``problem`` is a warning if the choice is slower than usual, else "".
     """
 
     backend: Backend
@@ -85,11 +87,11 @@ def _by_cpu(store: Store, settings: Settings) -> Choice:
         inside = ShmBackend(store, settings.timeout, settings.compares_at_once)
         return Choice(inside, "BACKEND is shm")
     if len(hosts) > 1 and (missing := _missing_gloo(store)):
-        why = f"no native code connects the ranks: {missing}"
-        return Choice(_portable(store, settings), why, missing)
+        why = f"native code is missing: {missing}"
+        return Choice(_portable(store, settings), why, f"{_SLOW_PORTABLE}{missing}")
     if len(hosts) == store.size:
         why = f"no two ranks share memory{reason and f': {reason}'}"
-        return Choice(_gloo(store, settings), why, reason)
+        return Choice(_gloo(store, settings), why, reason and f"{_SLOW_GLOO}{reason}")
     return _by_memory(store, settings, sharing)
 
 
@@ -123,7 +125,7 @@ def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> C
     if failed := problems.derived(_first_text):
         inside.close()
         why = f"shared memory cannot be used: {failed}"
-        return Choice(_gloo(store, settings), why, failed)
+        return Choice(_gloo(store, settings), why, f"{_SLOW_GLOO}{failed}")
     if len(hosts) == 1:
         return Choice(inside, "all ranks share this host's memory")
     # ``flat`` connects all ranks, ``between`` one rank per host. In both, ranks compare their calls
@@ -141,7 +143,8 @@ def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> C
     sizes = ", ".join(str(len(host)) for host in hosts[:_MOST_SIZES])
     more = ", ..." if len(hosts) > _MOST_SIZES else ""
     why = f"{len(hosts)} hosts with {sizes}{more} ranks: shared memory inside, Gloo between"
-    return Choice(backend, f"{why}{reason and f'; {reason}'}", reason)
+    warning = reason and f"{_SLOW_GLOO}{reason}"
+    return Choice(backend, f"{why}{reason and f'; {reason}'}", warning)
 
 
 def _first_text(texts: Sequence[bytes]) -> str:
