@@ -33,13 +33,8 @@ from flashlight_py import _native, libraries
 from flashlight_py import distributed as fl
 from flashlight_py._version import __version__
 from flashlight_py.device import cuda, to_device
-from flashlight_py.distributed.internal import (
-    SECRET_REMEDY,
-    SHARED_FOLDER,
-    Secret,
-    nccl_library,
-    requested_interface,
-)
+from flashlight_py.distributed import internal
+from flashlight_py.distributed.internal import SECRET_REMEDY, SHARED_FOLDER
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from flashlight_py.interfaces import addresses_of, interfaces, own_addresses, resolved
 from flashlight_py.launch.failures import Tail
@@ -114,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
         "Built": built(),
         "MPI": mpi(),
         "GPUs": gpus(),
-        "Memory and network": host(requested_interface(options.interface)),
+        "Memory and network": host(internal.requested_interface(options.interface)),
         f"Rendezvous folder {options.folder}": rendezvous_folder(options.folder),
     }
     if options.run:
@@ -170,7 +165,7 @@ def gpus() -> Iterator[Finding]:
     except BackendUnavailableError as error:
         yield Finding("CuPy", absent, str(error))
     try:
-        yield Finding("NCCL", OK, "; ".join(nccl_library()))
+        yield Finding("NCCL", OK, "; ".join(internal.nccl_library()))
     except BackendUnavailableError as error:
         yield Finding("NCCL", absent, str(error))
 
@@ -233,7 +228,7 @@ def interface(option: str) -> tuple[str, str, str]:
 def job_secret() -> tuple[str, str, str]:
     """Report where a job that starts here gets its secret from, without the secret itself."""
     try:
-        secret = Secret.find(one_host=False)
+        secret = internal.Secret.find(one_host=False)
     except RendezvousError as error:
         return FAILED, str(error), ""
     if not secret.from_job:

@@ -15,7 +15,6 @@ the new graph. It visits nodes and calls hooks in the same order as without part
 
 import functools
 import sys
-import threading
 import weakref
 from contextlib import ExitStack
 from heapq import heappop, heappush
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py import _native, libraries
-from flashlight_py.autograd.graph import EndCallback, Leaf, Node, Part, Target, Walk
+from flashlight_py.autograd.graph import EndCallback, Leaf, Node, Part, Target, Walk, this_thread
 from flashlight_py.device import Array, array_module
 
 
@@ -68,13 +67,6 @@ watching: list[weakref.ref[InPasses]] = []
 _LAST = sys.maxsize  # callbacks of on_backward_end run after all others
 
 
-class _Pass(threading.local):
-    walk: Walk | None = None
-
-
-_current = _Pass()
-
-
 def on_backward_end(callback: EndCallback) -> None:
     """Call ``callback(completed)`` once when the running pass ends. Gradient hooks call this.
 
@@ -89,9 +81,9 @@ def on_backward_end(callback: EndCallback) -> None:
     """
     if not callable(callback):
         raise TypeError(f"on_backward_end: expected a callable, got {type(callback).__name__}")
-    if _current.walk is None:
+    if this_thread.walk is None:
         raise RuntimeError("on_backward_end: no backward pass is running. Call it in a hook")
-    _current.walk.callbacks.append((_LAST, callback))
+    this_thread.walk.callbacks.append((_LAST, callback))
 
 
 def at_end(callback: EndCallback, turn: int) -> None:
@@ -100,17 +92,17 @@ def at_end(callback: EndCallback, turn: int) -> None:
     Callbacks run in ascending order of ``turn``. All ranks pass equal numbers, so they run their
     callbacks in the same order, even if the pass of a rank stopped early.
     """
-    assert _current.walk is not None
-    _current.walk.callbacks.append((turn, callback))
+    assert this_thread.walk is not None
+    this_thread.walk.callbacks.append((turn, callback))
 
 
 def is_last_contribution(leaf: Leaf) -> bool:
     """Return whether ``leaf.grad`` lacks exactly one contribution in the running pass."""
-    return _current.walk is not None and _current.walk.pending.get(leaf) == 1
+    return this_thread.walk is not None and this_thread.walk.pending.get(leaf) == 1
 
 
 def in_backward() -> bool:
-    return _current.walk is not None
+    return this_thread.walk is not None
 
 
 @functools.cache
@@ -126,8 +118,8 @@ def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:
     """Propagate ``seed``, the gradient of ``start``, to the leaves. Then run ``Walk.callbacks``."""
     if module := extension():
         module.begin_pass()
-    outer = _current.walk
-    walk = _current.walk = Walk(start, seed, retain_graph)
+    outer = this_thread.walk
+    walk = this_thread.walk = Walk(start, seed, retain_graph)
     completed = False
     try:
         for watcher in watching[:] if outer is None else ():
@@ -144,7 +136,7 @@ def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:
         _join_failed(walk)
         raise
     finally:
-        _current.walk = outer
+        this_thread.walk = outer
         if walk.callbacks:
             walk.callbacks.sort(key=itemgetter(0))
             with ExitStack() as stack:  # calls all, last in first out, even if one raises

@@ -114,11 +114,12 @@ class Outline(Node):
         return [target for target in seen if not isinstance(target, Outline)], ordered
 
 
-class Outlining(threading.local):
-    is_outline = False
+class _ThreadState(threading.local):
+    walk: "Walk | None" = None  # the running backward pass
+    is_outline = False  # whether operations create outlines
 
 
-recording = Outlining()
+this_thread = _ThreadState()
 
 
 class Part(Node):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.autograd.engine import extension
-from flashlight_py.autograd.graph import recording
+from flashlight_py.autograd.graph import this_thread
 from flashlight_py.autograd.variable import Variable, record_all
 from flashlight_py.device import Array, as_packed, is_cupy
 
@@ -106,7 +106,7 @@ def record_mapped(name: str, x: Variable) -> Variable | None:
 
     If ``x`` needs a gradient, the kernel ``<name>_with_slope`` also returns the derivative.
     """
-    if not x.calc_grad or recording.is_outline:
+    if not x.calc_grad or this_thread.is_outline:
         out = apply_elementwise(name, x.data)
         return None if out is None else record_all(out, ((x, lambda grad: grad),))
     results = apply_elementwise(f"{name}_with_slope", x.data, results=2)

@@ -12,7 +12,7 @@ import numpy as np
 from flashlight_py import device, structure
 from flashlight_py.autograd import graph
 from flashlight_py.autograd.engine import GradSink, run_pass
-from flashlight_py.autograd.graph import Leaf, Node, Outline, Vjp, note_changes, recording
+from flashlight_py.autograd.graph import Leaf, Node, Outline, Vjp, note_changes, this_thread
 from flashlight_py.device import Array, array_module, device_of, is_cupy, is_floating, to_device
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
@@ -278,13 +278,29 @@ class Variable(Leaf):
             TypeError: If the variable needs a gradient, or is on a GPU.
             ValueError: If ``copy`` is False and ``dtype`` needs a copy.
         """
-        if self.calc_grad:
-            raise TypeError(
-                f"numpy: a Variable of shape {self.shape} that needs a gradient cannot become "
-                "an array, because results would not be part of the graph. Use functions of "
-                "fl.autograd.functions, or pass variable.numpy() if no gradient is needed"
-            )
+        self._require_constant("numpy", "variable.numpy()", TypeError)
         return np.array(self.data, dtype=dtype, copy=copy)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Export the array without a copy, for ``np.from_dlpack`` and ``torch.from_dlpack``.
+
+        ``options`` are ``stream``, ``max_version``, ``dl_device`` and ``copy`` of the protocol.
+        Raises BufferError if the variable needs a gradient.
+        """
+        self._require_constant("from_dlpack", "variable.array", BufferError)
+        return self.data.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the type and the number of the device, as in dlpack.h."""
+        return self.data.__dlpack_device__()
+
+    def _require_constant(self, operation: str, remedy: str, error: type[Exception]) -> None:
+        if self.calc_grad:
+            raise error(
+                f"{operation}: a Variable of shape {self.shape} that needs a gradient cannot "
+                "become an array, because results would not be part of the graph. Use functions "
+                f"of fl.autograd.functions, or pass {remedy} if no gradient is needed"
+            )
 
     def __len__(self) -> int:
         if not self.data.ndim:
@@ -381,7 +397,7 @@ def record_all(
         result._calc_grad = False
         return result
     result._calc_grad = True
-    if recording.is_outline:
+    if this_thread.is_outline:
         result.node = Outline(tuple([source for source, _ in edges]))
     else:
         result.node = Node(array.shape, array.dtype, edges, through)
@@ -499,9 +515,9 @@ def _as_array(value: object) -> Array:
         return value  # type: ignore[return-value]
     if isinstance(value, np.generic):
         return getattr(value, "__array_library__", np).array(value)  # type: ignore[no-any-return]
-    if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+    if hasattr(value, "__dlpack_device__") and not isinstance(value, Variable):
         if value.__dlpack_device__()[0] != _CUDA:
-            return np.from_dlpack(value)
+            return np.from_dlpack(value)  # type: ignore[arg-type]
         import cupy
 
         return cupy.from_dlpack(value)  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ from typing import Any
 
 from flashlight_py import random
 from flashlight_py.autograd import precision
-from flashlight_py.autograd.graph import Outline, Part, recording
+from flashlight_py.autograd.graph import Outline, Part, this_thread
 from flashlight_py.autograd.variable import Variable
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.nn.module import Module, SomeModule
@@ -49,7 +49,7 @@ def recompute(module: SomeModule) -> SomeModule:
 
 
 def _run(module: Module, *inputs: Any, **options: Any) -> Any:
-    if recording.is_outline:  # the module is inside a recomputed module
+    if this_thread.is_outline:  # the module is inside a recomputed module
         return module.forward(*inputs, **options)
     inside = [inner for _, inner in module._walk()]
     modes = [inner.training for inner in inside]
@@ -57,12 +57,12 @@ def _run(module: Module, *inputs: Any, **options: Any) -> Any:
         (m, name): getattr(m, name).copy() for m in inside for name in m._buffer_names
     }
     dtype = precision.active_precision.dtype
-    recording.is_outline = True
+    this_thread.is_outline = True
     try:
         with random.noting() as drawn, precision.casting(dtype):
             result = module.forward(*inputs, **options)
     finally:
-        recording.is_outline = False
+        this_thread.is_outline = False
     before = {key: array for key, array in buffers.items() if _has_changed(array, *key)}
 
     # setattr() would report a change of structure, after which captured steps are recorded again.

@@ -51,17 +51,15 @@ class RNN(Plain):
         check_ratio(dropout)
         self.kind, self.input_size, self.hidden_size = kind, input_size, hidden_size
         self.layers, self.bidirectional, self.dropout = layers, bidirectional, dropout
+        self._ends = ("", "_reverse") if bidirectional else ("",)
         bound, rows = hidden_size**-0.5, GATES[kind] * hidden_size
         for layer in range(layers):
             features = hidden_size * (1 + bidirectional) if layer else input_size
             shapes = (rows, features), (rows, hidden_size), (rows,), (rows,)
-            for end in self._ends():
+            for end in self._ends:
                 for name, shape in zip(_NAMES, shapes, strict=True):
                     array = init.uniform(shape, -bound, bound, dtype)
                     setattr(self, f"{name}_l{layer}{end}", param(array))
-
-    def _ends(self) -> tuple[str, ...]:
-        return ("", "_reverse") if self.bidirectional else ("",)
 
     def forward(self, x: Variable, state: Any = None) -> tuple[Variable, Any]:
         """Return the last layer's hidden states of all steps, and the final state of all layers.
@@ -72,7 +70,7 @@ class RNN(Plain):
         x = as_variable(x)
         if x.ndim != 3 or x.shape[2] != self.input_size:
             raise ValueError(f"RNN: expected [batch, time, {self.input_size}], got {x.shape}")
-        is_lstm, ends = self.kind == "lstm", self._ends()
+        is_lstm, ends = self.kind == "lstm", self._ends
         first = () if state is None else tuple(state) if is_lstm else (state,)
         expected = self.layers * len(ends), x.shape[0], self.hidden_size
         if first and [array.shape for array in first] != [expected] * (1 + is_lstm):

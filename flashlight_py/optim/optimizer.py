@@ -367,7 +367,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         placed: list[Placed] = []
         for position in positions:
             variable, grad = self.params[position], grads[position]
-            states = self.states_of(position)
+            states = [entries[position] for entries in self._states]
             if grad is not None and variable.placement is None:
                 placed.append((position, grad, [(variable.data, grad, *states)]))
             elif grad is not None:  # reading variable.data may be collective
@@ -384,10 +384,6 @@ class RuleOptimizer(FirstOrderOptimizer):
             for position, grad, pieces in placed:
                 queued += self._step_pieces(position, grad, pieces, grad_scale)
             cuda.change(queued, grad_scale)
-
-    def states_of(self, position: int) -> tuple[Array, ...]:
-        """Return the state arrays of parameter ``position``, without copying."""
-        return tuple(entries[position] for entries in self._states)
 
     @abstractmethod
     def _rule(self) -> Rule:

@@ -113,10 +113,8 @@ class StepLR(LearningRateSchedule):
     """A rate that is multiplied by ``gamma`` after every ``step_size`` steps."""
 
     def __init__(self, optimizer: HasRate, step_size: int, gamma: float = 0.1) -> None:
-        size, gamma = (
-            check_integer("StepLR", "step_size", step_size, 1),
-            check_at_least_zero("gamma", gamma),
-        )
+        size = check_integer("StepLR", "step_size", step_size, 1)
+        gamma = check_at_least_zero("gamma", gamma)
         super().__init__(optimizer, lambda base, step: base * gamma ** (step // size))
 
 
@@ -165,10 +163,8 @@ class CosineAnnealingLR(LearningRateSchedule):
     """
 
     def __init__(self, optimizer: HasRate, T_max: int, eta_min: float = 0.0) -> None:
-        total, low = (
-            check_integer("CosineAnnealingLR", "T_max", T_max, 1),
-            check_at_least_zero("eta_min", eta_min),
-        )
+        total = check_integer("CosineAnnealingLR", "T_max", T_max, 1)
+        low = check_at_least_zero("eta_min", eta_min)
         super().__init__(optimizer, lambda base, step: _cosine(base, low, step / total))
 
 

@@ -13,16 +13,8 @@ import numpy as np
 from flashlight_py import random
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed import DistributedConstants, ProcessGroup, Reducer
-from flashlight_py.distributed.internal import (
-    CommunicationHook,
-    EagerReducer,
-    check_hook,
-    check_integer,
-    group_or_world,
-    in_step,
-    plan_buckets,
-)
+from flashlight_py.distributed import DistributedConstants, ProcessGroup, Reducer, internal
+from flashlight_py.distributed.internal import CommunicationHook, group_or_world, in_step
 from flashlight_py.nn import Module
 from flashlight_py.parallel import agreement, gradient_pass
 from flashlight_py.parallel.leaf_sync import LeafSync
@@ -108,7 +100,7 @@ def distribute_module_grads(
     values = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
     options = [name for name, value in (*values.items(), ("reducer", reducer)) if value is not None]
     if leaves is not None:
-        leaves = check_integer("distribute_module_grads", "leaves", leaves, least=1)
+        leaves = internal.check_integer("distribute_module_grads", "leaves", leaves, least=1)
         for name in (*options, *(["check_finite"] if check_finite else ())):
             if name != "group":
                 raise ValueError(
@@ -282,7 +274,9 @@ def _bucketed(
 ) -> GradientSync:
     """Make gradients views of flat buckets, each of one dtype and device. Collective, blocking."""
     nbytes, dtypes = [param.data.nbytes for param in params], [param.dtype for param in params]
-    planned = [[params[i] for i in indices] for indices in plan_buckets(nbytes, limit, dtypes)]
+    planned = [
+        [params[i] for i in indices] for indices in internal.plan_buckets(nbytes, limit, dtypes)
+    ]
     buckets = []
     for bucket_params in planned:
         size, like = sum(param.size for param in bucket_params), bucket_params[0].data
@@ -294,7 +288,7 @@ def _bucketed(
         buckets.append(GradientBucket(bucket_params, flat))
     factor = 1.0 / group_or_world(group).size if scale is None else scale
     parts = [[p.grad_buffer for p in b.params if p.grad_buffer is not None] for b in buckets]
-    reducer = EagerReducer(factor, group=group, hook=hook, parts=parts)
+    reducer = internal.EagerReducer(factor, group=group, hook=hook, parts=parts)
     return GradientSync(buckets, reducer, flat[size:] if hook is None else None, scale is None)
 
 
@@ -302,7 +296,7 @@ def _check_arrays(
     of_leaves: Mapping[str, Variable], hook: CommunicationHook | None, params: Sequence[Variable]
 ) -> None:
     if hook is not None:
-        check_hook(hook, [[param.data] for param in params])
+        internal.check_hook(hook, [[param.data] for param in params])
     for name, param in of_leaves.items():
         if is_cupy(param.data):
             raise ValueError(

@@ -34,20 +34,8 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import InPasses
 from flashlight_py.autograd.variable import record_in_order
 from flashlight_py.device import Array, array_module, is_cupy, is_floating
-from flashlight_py.distributed import P2POp, ProcessGroup
-from flashlight_py.distributed.internal import (
-    RECV,
-    SEND,
-    LinearOp,
-    ReduceOp,
-    Verb,
-    as_integer,
-    check_rank,
-    group_or_world,
-    parse_op,
-    reject_together,
-    scale_in_place,
-)
+from flashlight_py.distributed import P2POp, ProcessGroup, internal
+from flashlight_py.distributed.internal import LinearOp, reject_together
 from flashlight_py.errors import MismatchError
 from flashlight_py.parallel.failing import fail_pass, refuse_message
 from flashlight_py.structure import as_one
@@ -99,11 +87,11 @@ def reduce_scatter(
         op: ``"sum"`` or ``"avg"``. Another value raises ValueError.
     """
     call = DifferentiableCall("reduce_scatter", v, group, op)
-    factor = scale / call.group.size if call.op is ReduceOp.AVG else scale
+    factor = scale / call.group.size if call.op is internal.ReduceOp.AVG else scale
 
     def gather(grad: Array) -> Array:
         gathered: Array = call.group.all_gather(grad)
-        scale_in_place(gathered, factor)
+        internal.scale_in_place(gathered, factor)
         return gathered
 
     return call.record(v, call.group.reduce_scatter(v.data, scale=scale, op=op), vjp=gather)
@@ -178,7 +166,7 @@ def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) 
         return summed if call.group.rank == root else array_module(grad).zeros_like(grad)
 
     with reject_together(call.group, "functional.broadcast", arrays=[v]):
-        root = check_rank(call.group.size, "functional.broadcast", "root", root)
+        root = internal.check_rank(call.group.size, "functional.broadcast", "root", root)
     # All ranks wait for each other in record(). broadcast() comes last, because it may end on the
     # root before the other ranks call it.
     result = copy_of(v.data)
@@ -198,11 +186,11 @@ class DifferentiableCall(InPasses):
     def __init__(
         self, verb: str, v: Variable, group: ProcessGroup | None, op: LinearOp = "sum"
     ) -> None:
-        self.group, self._verb = group_or_world(group), verb
+        self.group, self._verb = internal.group_or_world(group), verb
         with reject_together(self.group, f"functional.{verb}", arrays=[v]):
             require_variable(verb, v)
-            self.op = parse_op(f"functional.{verb}", op)
-            if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
+            self.op = internal.parse_op(f"functional.{verb}", op)
+            if self.op not in (internal.ReduceOp.SUM, internal.ReduceOp.AVG):
                 raise ValueError(
                     f"functional.{verb}: op must be 'sum' or 'avg', got {op!r}. If no gradient is "
                     f"needed, call flashlight_py.{verb}"
@@ -298,7 +286,7 @@ def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = No
     Raises:
         ValueError: If ``dst`` is this rank or not in the group, or ``tag`` is out of range.
     """
-    group = group_or_world(group)
+    group = internal.group_or_world(group)
     tag = _checked_tag("send", tag)
     with reject_together(group, "functional.send", [P2POp("send", v, dst, tag)], [v]):
         require_variable("send", v)
@@ -306,7 +294,7 @@ def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = No
     group.send(array, dst, tag)
     xp, dtype = array_module(array), array.dtype
     allocate = functools.partial(xp.empty, array.shape, dtype)  # called when the gradient arrives
-    message = _GradientMessage(group, RECV, dst, tag)
+    message = _GradientMessage(group, internal.RECV, dst, tag)
     token = xp.zeros((), dtype if is_floating(dtype) else np.float32)
     return record_in_order(token, (v, functools.partial(message.receive, allocate)))
 
@@ -329,11 +317,11 @@ def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = Non
         ValueError: If ``src`` is this rank or not in the group, or ``tag`` is out of range.
         MismatchError: If ``src`` sends another shape or dtype. Both ranks raise.
     """
-    group = group_or_world(group)
+    group = internal.group_or_world(group)
     tag = _checked_tag("recv", tag)
     with reject_together(group, "functional.recv", [P2POp("recv", like, src, tag)], [like]):
         array = _receive(group, like, src, tag)
-    message = _GradientMessage(group, SEND, src, tag)
+    message = _GradientMessage(group, internal.SEND, src, tag)
     if not is_floating(array.dtype):
         return Variable(array)
     source = Variable(array_module(array).zeros((), array.dtype), calc_grad=True)
@@ -341,7 +329,7 @@ def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = Non
 
 
 def _checked_tag(verb: str, tag: int) -> int:
-    number = as_integer(tag)
+    number = internal.as_integer(tag)
     if number is None or not 0 <= number < _TAGS:
         raise ValueError(
             f"functional.{verb}: tag must be an integer from 0 to {_TAGS - 1} (larger tags are "
@@ -353,7 +341,7 @@ def _checked_tag(verb: str, tag: int) -> int:
 class _GradientMessage(InPasses):
     """The message that sends a gradient back. It belongs to one call of ``send`` or ``recv``."""
 
-    def __init__(self, group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None:
+    def __init__(self, group: ProcessGroup, verb: internal.Verb, peer: int, tag: int) -> None:
         self._group, self._verb, self._peer = group, verb, peer
         self._tag = 0
         self._has_started = False  # whether this message has started in the current pass
@@ -382,7 +370,9 @@ class _GradientMessage(InPasses):
     @as_one
     def _transfer(self, grad: Array) -> Array:
         self._has_started = True
-        (self._group.recv if self._verb is RECV else self._group.send)(grad, self._peer, self._tag)
+        (self._group.recv if self._verb is internal.RECV else self._group.send)(
+            grad, self._peer, self._tag
+        )
         self._has_started = False
         return grad
 

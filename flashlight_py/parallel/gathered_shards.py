@@ -29,12 +29,8 @@ from flashlight_py.distributed import InlineReducer, ProcessGroup, Work
 from flashlight_py.distributed.internal import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.optim.optimizer import Placement, Shards
-from flashlight_py.parallel.gradient_pass import (
-    GradientPass,
-    PassBucket,
-    drop_pass,
-    used_on_any_rank,
-)
+from flashlight_py.parallel import gradient_pass
+from flashlight_py.parallel.gradient_pass import GradientPass
 from flashlight_py.parallel.synchronize import give_state
 
 # The length of a part is rounded up to a multiple of this number of elements (64 bytes of float32).
@@ -47,7 +43,7 @@ def shard_by_gathering(module: Module, group: ProcessGroup | None = None) -> Gat
     for name, param in params.items():
         if param.placement is not None:
             raise ValueError(f"fully_shard: got sharded parameter {name!r}. Call fully_shard once")
-    drop_pass(module)
+    gradient_pass.drop_pass(module)
     for name, param in params.items():
         if param.hook is not None or param.buffer is not None:
             raise ValueError(
@@ -77,7 +73,7 @@ def _flats(module: Module, group: ProcessGroup) -> Iterator[Flat]:
             yield Flat(params, group, row)
 
 
-class Flat(PassBucket):
+class Flat(gradient_pass.PassBucket):
     """The parameters of one module and dtype in one array of shape ``(ranks, row)``.
 
     Rank r keeps row r as ``part``. ``arrays`` has all parameters after ``finish``, else None.
@@ -388,7 +384,9 @@ class GatheringSharder(Shards, GradientPass[Flat]):
     def _finish(self) -> None:
         self._settle()
         local = set().union(*(reduction.used for reduction in self._reductions))
-        used_anywhere = used_on_any_rank((param in local for param in self._params), self.group)
+        used_anywhere = gradient_pass.used_on_any_rank(
+            (param in local for param in self._params), self.group
+        )
         used = set(itertools.compress(self._params, used_anywhere))
         for reduction in self._reductions:
             reduction.add(used)

@@ -4,15 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashlight_py.autograd import Variable
-from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.internal import (
-    ReduceOp,
-    as_array,
-    check_op_and_scale,
-    group_or_world,
-    in_step,
-    reduce_all,
-)
+from flashlight_py.distributed import ProcessGroup, internal
+from flashlight_py.distributed.internal import ReduceOp, group_or_world
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel import agreement
 from flashlight_py.parallel.gradient_pass import is_synchronised, reduce_used
@@ -94,7 +87,7 @@ class DistributedOptimizer:
         """Copy ``state`` into the inner optimizer, or raise ValueError if it does not match."""
         self._optimizer.load_state_dict(state)
 
-    @in_step()
+    @internal.in_step()
     def step(self) -> None:
         """Reduce the gradients over the ranks, in place, and update the parameters.
 
@@ -119,7 +112,7 @@ class DistributedOptimizer:
         reduce_used(self.params, self._scale(), self._group)
         self._optimizer.step()
 
-    @in_step()
+    @internal.in_step()
     def reduce(self, updates: Sequence[Any]) -> list[Any]:
         """Reduce ``updates`` over the ranks, in place, as ``step`` reduces gradients; return them.
 
@@ -139,13 +132,13 @@ class DistributedOptimizer:
         """
         updates = list(updates)
         verb, op = "DistributedOptimizer.reduce", ReduceOp.AVG if self._average else ReduceOp.SUM
-        arrays = [as_array(verb, update) for update in updates]
+        arrays = [internal.as_array(verb, update) for update in updates]
         for array in arrays:
-            check_op_and_scale(verb, array.dtype, op, 1.0)
+            internal.check_op_and_scale(verb, array.dtype, op, 1.0)
         if len({id(array) for array in arrays}) < len(arrays):
             raise ValueError(f"{verb}: expected distinct arrays, got the same array twice")
         agreement.check_arrays_agree(f"{verb}: updates", arrays, group_or_world(self._group))
-        reduce_all(arrays, self._scale(), self._group)
+        internal.reduce_all(arrays, self._scale(), self._group)
         return updates
 
     def _scale(self) -> float:

@@ -22,15 +22,8 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
-from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.internal import (
-    add_up,
-    hosts_of,
-    map_zeros,
-    reject_together,
-    scale_in_place,
-    wait_for_ranks,
-)
+from flashlight_py.distributed import ProcessGroup, internal
+from flashlight_py.distributed.internal import map_zeros, wait_for_ranks
 from flashlight_py.errors import OutOfMemoryError, TornStateError, UnavailableEverywhereError
 from flashlight_py.parallel.agreement import gather_json
 from flashlight_py.parallel.gradient_pass import PassBucket
@@ -127,7 +120,7 @@ class HostMemory:
     def __init__(self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool) -> None:
         self.group = self.local = group
         self.between: ProcessGroup | None = None
-        self.hosts = hosts = sorted(hosts_of(group))
+        self.hosts = hosts = sorted(internal.hosts_of(group))
         self.host = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
         self._leaders = min(map(len, hosts))
         if len(hosts) > 1:
@@ -177,7 +170,7 @@ class HostMemory:
         """Make the block raise on all ranks if it raises on any rank. Collective."""
         group, several = self.group, len(self.hosts) > 1
         try:
-            with reject_together(self.local, "fully_shard", outcome="failed"):
+            with internal.reject_together(self.local, "fully_shard", outcome="failed"):
                 yield
                 self.local.barrier()
         except Exception as error:
@@ -236,13 +229,13 @@ class HostMemory:
         part = self.rank_range(chunk)
         total = self.grads[name][part]
         if self._alone and not adds:
-            scale_in_place(total, self._scale)
+            internal.scale_in_place(total, self._scale)
             return
         wait_for_ranks(self.local, BACKWARD)
         position = slice(part.start - chunk.start, part.stop - chunk.start)
         arrays = [array[position] for array in self.staging_of_ranks(chunk, total.dtype)]
         if not adds:
-            add_up(arrays, self._scale, total)
+            internal.add_up(arrays, self._scale, total)
             return
         if len(self.hosts) > 1:  # all hosts add the earlier sum; the result must contain it once
             host_range = self.host_range(name, self.host)
@@ -251,7 +244,7 @@ class HostMemory:
             total[:low] = total[high:] = 0
             kept = self.group.size if self.across else self.group.size / len(self.hosts)
             total[low:high] *= total.dtype.type(kept)
-        total += add_up(arrays, self._scale, np.empty_like(total))
+        total += internal.add_up(arrays, self._scale, np.empty_like(total))
 
     def check(self, operation: str) -> None:
         """Raise TornStateError if a rank of this host ended or failed while it changed parameters.

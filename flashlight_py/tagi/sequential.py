@@ -10,18 +10,12 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
+from flashlight_py.tagi import states
 from flashlight_py.tagi.layer import BaseLayer, LayerBlock, Shape
 from flashlight_py.tagi.network import Network
 from flashlight_py.tagi.normalization import NORM_STATISTICS, BatchNorm2d
 from flashlight_py.tagi.parameters import FLOOR, ParameterBucket, cap_factor, zeros_on
-from flashlight_py.tagi.states import (
-    REAL,
-    BaseDeltaStates,
-    BaseHiddenStates,
-    as_real,
-    host_copy,
-    reads_as,
-)
+from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, as_real, host_copy
 
 
 class Sequential(Network):
@@ -337,7 +331,7 @@ class Sequential(Network):
         sample, connected = shape[1:], self._shape
         if connected is not None and (
             (len(shape) == 1 and size % math.prod(connected) == 0)
-            or (math.prod(sample) == math.prod(connected) and reads_as(sample, connected))
+            or (math.prod(sample) == math.prod(connected) and states.reads_as(sample, connected))
         ):
             return connected
         if len(shape) == 1:

@@ -9,15 +9,9 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module, to_device
+from flashlight_py.tagi import states
 from flashlight_py.tagi.native import floats, native_for
-from flashlight_py.tagi.states import (
-    REAL,
-    BaseDeltaStates,
-    BaseHiddenStates,
-    as_real,
-    fits_in,
-    unmasked,
-)
+from flashlight_py.tagi.states import BaseHiddenStates
 
 
 def deltas_of(
@@ -46,7 +40,7 @@ def deltas_of(
         None if outputs.variance is None else outputs.var_a.take(positions),
         None if outputs.slope is None else outputs.jcb.take(positions),
     )
-    d, e = xp.zeros(outputs.size, REAL), xp.zeros(outputs.size, REAL)
+    d, e = xp.zeros(outputs.size, states.REAL), xp.zeros(outputs.size, states.REAL)
     d[positions], e[positions] = innovations(selected, observed.reshape(-1), errors.reshape(-1))
     return d.reshape(outputs.mean.shape), e.reshape(outputs.mean.shape)
 
@@ -77,7 +71,7 @@ def _observe_natively(
     if indices is not None:
         positions = ffi.from_buffer("int64_t[]", np.ascontiguousarray(indices, np.int64))
         observed_units = math.prod(indices.shape[1:])
-    d, e = np.zeros((2, *outputs.mean.shape), REAL)
+    d, e = np.zeros((2, *outputs.mean.shape), states.REAL)
     # The kernel reads ``d.size`` numbers of each array. ``reshape`` raises if a user has set an
     # array of another size.
     arrays = (outputs.mean, outputs.variance, outputs.slope)
@@ -111,7 +105,7 @@ class OutputUpdater:
 
     def update(
         self, output_states: BaseHiddenStates, mu_obs: Any, var_obs: Any,
-        delta_states: BaseDeltaStates,
+        delta_states: states.BaseDeltaStates,
     ) -> None:  # fmt: skip
         """Observe every output: values ``mu_obs`` with error variances ``var_obs``."""
         observed = self._observed(mu_obs, output_states.mean.shape)
@@ -120,7 +114,7 @@ class OutputUpdater:
 
     def update_using_indices(
         self, output_states: BaseHiddenStates, mu_obs: Any, var_obs: Any, selected_idx: Any,
-        delta_states: BaseDeltaStates,
+        delta_states: states.BaseDeltaStates,
     ) -> None:  # fmt: skip
         """Observe some outputs of each sample: ``selected_idx``, ``[batch, k]``, has their numbers.
 
@@ -130,9 +124,9 @@ class OutputUpdater:
             TypeError, ValueError: See the class.
         """
         batch, outputs = output_states.block_size, output_states.actual_size
-        indices = np.asarray(to_device(unmasked("selected_idx", selected_idx), "cpu"))
+        indices = np.asarray(to_device(states.unmasked("selected_idx", selected_idx), "cpu"))
         expected = (batch, indices.size // max(1, batch))
-        if not fits_in(indices.shape, expected):
+        if not states.fits_in(indices.shape, expected):
             raise ValueError(
                 f"selected_idx: expected shape ({batch}, k), or the same elements flat, got "
                 f"{indices.shape}"
@@ -150,7 +144,7 @@ class OutputUpdater:
         delta_states.mean, delta_states.variance = d, e
 
     def update_heteros(
-        self, output_states: BaseHiddenStates, mu_obs: Any, delta_states: BaseDeltaStates
+        self, output_states: BaseHiddenStates, mu_obs: Any, delta_states: states.BaseDeltaStates
     ) -> None:
         """Observe values ``mu_obs`` if the network also predicts their error variances.
 
@@ -178,7 +172,7 @@ class OutputUpdater:
         is_observed = ~xp.isnan(observed)
         noise = mean[1]
         error = xp.where(is_observed, observed - mean[0], 0)
-        d, e = xp.empty((mean.shape[1], 2), REAL), xp.empty((mean.shape[1], 2), REAL)
+        d, e = xp.empty((mean.shape[1], 2), states.REAL), xp.empty((mean.shape[1], 2), states.REAL)
         with np.errstate(divide="ignore", invalid="ignore"):
             total = variance[0] + noise
             d[:, 0] = slope[0] * error / total
@@ -197,10 +191,10 @@ class OutputUpdater:
         delta_states.mean, delta_states.variance = d.reshape(shape), e.reshape(shape)
 
     def _observed(self, values: Any, shape: tuple[int, ...]) -> Array:
-        return as_real("mu_obs", values, self.device, missing=math.nan, shape=shape)
+        return states.as_real("mu_obs", values, self.device, missing=math.nan, shape=shape)
 
     def _variances(self, values: Any, shape: tuple[int, ...]) -> Array:
-        array = as_real("var_obs", values, "cpu", missing=math.inf)
+        array = states.as_real("var_obs", values, "cpu", missing=math.inf)
         if array.size and not array.min() >= 0:
             raise ValueError(f"var_obs: variances must be at least 0, got {array.min()}")
         may_repeat = array.size == 1 or array.size > math.prod(shape)
@@ -209,4 +203,4 @@ class OutputUpdater:
         if array.size > math.prod(shape):
             forms = "flat, or a longer array of one repeated, unmasked value"
             raise ValueError(f"var_obs: expected shape {shape}, {forms}, got {array.shape}")
-        return as_real("var_obs", array, self.device, shape=shape)
+        return states.as_real("var_obs", array, self.device, shape=shape)

@@ -26,17 +26,8 @@ import numpy as np
 
 from flashlight_py import _native, random
 from flashlight_py.autograd import Variable
-from flashlight_py.distributed import Work
-from flashlight_py.distributed.internal import (
-    Call,
-    Done,
-    Matched,
-    Membership,
-    bounds,
-    leave_to_python,
-    members_of,
-    world_fast,
-)
+from flashlight_py.distributed import Work, internal
+from flashlight_py.distributed.internal import Call, bounds
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.structure import require_all, thread_state
 from flashlight_py.tape.arrays import (
@@ -108,8 +99,8 @@ class Watcher:
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Record this thread until ``stack`` ends."""
-        leave_to_python(1)
-        stack.callback(leave_to_python, -1)
+        internal.leave_to_python(1)
+        stack.callback(internal.leave_to_python, -1)
         stack.callback(self._switch, False)
         self._switch(True)
 
@@ -398,7 +389,7 @@ class Recording(Watcher):
         RuleOptimizer.step.__wrapped__: step,  # type: ignore[attr-defined]
     }
 
-    def verb(self, group: Membership, calls: Sequence[Call], name: str) -> Work:
+    def verb(self, group: internal.Membership, calls: Sequence[Call], name: str) -> Work:
         """Run ``calls`` of operation ``name``, and return a stand-in of their ``Work``.
 
         Every replay repeats the calls.
@@ -415,15 +406,15 @@ class Recording(Watcher):
         if not first.blocking:
             return Later(self, work, again, noted, changed)
         result = work.wait()
-        if isinstance(result, Matched):
+        if isinstance(result, internal.Matched):
             self.leave("it receives a message of unspecified length or rank,")
         same = [one for one, array in zip(stand_ins, arrays, strict=True) if array is result]
         if isinstance(result, np.ndarray) and not same:
-            return Done(self.effect(again, noted, result, changed))
+            return internal.Done(self.effect(again, noted, result, changed))
         if not (same or result is None or len(calls) > 1):
             self.leave(f"{name} returns a {type(result).__name__}, which may vary,")
         self.effect(again, noted, changed=changed)
-        return Done(same[0] if same else result)
+        return internal.Done(same[0] if same else result)
 
 
 class RepeatedCalls:
@@ -434,10 +425,10 @@ class RepeatedCalls:
 
     work: Work  # the latest work that ``start`` began
 
-    def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
-        is_world = group is members_of(None)
+    def __init__(self, group: internal.Membership, calls: Sequence[Call], name: str) -> None:
+        is_world = group is internal.members_of(None)
         self._group, self.__name__ = None if is_world else group, name
-        self._fast = world_fast if is_world else group.fast
+        self._fast = internal.world_fast if is_world else group.fast
         self._calls = [replace(call, array=None, out=None) for call in calls]
         call = calls[0]  # op is interned, because native code compares it by identity
         op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
@@ -459,7 +450,7 @@ class RepeatedCalls:
         """Start the calls. ``arrays`` has ``array`` and ``out`` of each call in turn."""
         triples = zip(self._calls, arrays[::2], arrays[1::2], strict=True)
         calls = [replace(call, array=array, out=out) for call, array, out in triples]
-        return members_of(self._group).run_many(calls, self.__name__)
+        return internal.members_of(self._group).run_many(calls, self.__name__)
 
 
 class Later(Work):

@@ -12,20 +12,13 @@ import dis
 import functools
 import gc
 import sys
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain, pairwise, zip_longest
-from types import (
-    CellType,
-    CodeType,
-    FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +35,7 @@ _tape = _native.load_extension("tape")
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _SIMPLE = (int, float, complex, str, bytes, type(None), np.dtype, np.generic, Number)
 _LIBRARIES = ("flashlight_py", "numpy", "cupy")
-_DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
+_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _MANY = 1000  # a container with more items is data and not searched, unless it has variables
 _INSTEAD = "keep it in an array, or pass it as an argument"
 ITEMS = object()  # key of a field: the number of items of the holder, or the items of a set
@@ -165,7 +158,7 @@ class State:
         elif kind == "other" and id(root) not in self._seen:
             self._seen[id(root)] = root
             self._objects.append((root, path))
-            for holder, name, value in () if isinstance(root, ModuleType) else parts(root):
+            for holder, name, value in () if isinstance(root, types.ModuleType) else parts(root):
                 self._note_value(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _note_loaded(self) -> bool:
@@ -212,7 +205,7 @@ class State:
         """Search ``one``. If a library defines its class, add only its numbers and strings."""
         if not _is_library(one):
             self._start(one, path)
-        elif not isinstance(one, (FunctionType, ModuleType, type)):
+        elif not isinstance(one, (FunctionType, types.ModuleType, type)):
             for holder, name, value in parts(one):
                 if self._kind(value) == "simple" and name[0] != "_":
                     self._compare(holder, name, (path, _ATTRIBUTE, name), value)
@@ -373,7 +366,7 @@ _VISITORS: tuple[tuple[Any, Any], ...] = (
     (HoldsState, State._visit_object),
     (_CONTAINERS, State._visit_items),
     (FunctionType, State._visit_function),
-    ((functools.partial, MethodType, staticmethod), State._visit_callable),
+    ((functools.partial, types.MethodType, staticmethod), State._visit_callable),
 )
 
 
@@ -391,7 +384,7 @@ _KINDS = {"LOAD_DEREF": "free", "LOAD_GLOBAL": "global", "LOAD_NAME": "global",
 
 
 @functools.lru_cache(maxsize=1000)
-def loads_of(code: CodeType) -> dict[str, dict[str, None]]:
+def loads_of(code: types.CodeType) -> dict[str, dict[str, None]]:
     """Return the names that ``code`` and its inner functions load, for each kind in ``_KINDS``."""
     names_by_kind: dict[str, dict[str, None]] = {kind: {} for kind in _KINDS.values()}
     loads: list[tuple[str, Any]] = []
@@ -407,7 +400,7 @@ def loads_of(code: CodeType) -> dict[str, dict[str, None]]:
     if names_by_kind["global"].keys() & {"getattr", "hasattr", "AttributeError"}:
         names_by_kind["attribute"] |= {x: None for x in code.co_consts if isinstance(x, str)}
         names_by_kind["method"]["hasattr"] = None  # the code may test if an attribute exists
-    inner_loads = [loads_of(x).items() for x in code.co_consts if isinstance(x, CodeType)]
+    inner_loads = [loads_of(x).items() for x in code.co_consts if isinstance(x, types.CodeType)]
     for kind, names in chain(*inner_loads):
         names_by_kind[kind] |= names
     return names_by_kind
@@ -447,7 +440,7 @@ def is_value(value: Any) -> bool:
 
 def _mark(value: Any) -> Any:
     """Return a key that is equal for the same object, or for equal numbers."""
-    if isinstance(value, MethodType):
+    if isinstance(value, types.MethodType):
         return _mark(value.__func__), _mark(value.__self__)
     try:
         return weakref.ref(value)
@@ -475,7 +468,7 @@ def parts(one: Any) -> list[tuple[Any, Any, Any]]:
         return [(one, *item) for item in enumerate(list(one))]
     attributes = getattr(one, "__dict__", None)  # writing to this dict calls no setter
     slots = [base.__dict__.get("__slots__", ()) for base in type(one).__mro__]
-    slots += ["cell_contents"] if isinstance(one, CellType) else []
+    slots += ["cell_contents"] if isinstance(one, types.CellType) else []
     names: Any = chain(*([slot] if isinstance(slot, str) else slot for slot in slots))
     names = [name for name in names if name[:2] != "__" and hasattr(one, name)]
     held = parts(attributes) if isinstance(attributes, dict) else []
@@ -484,7 +477,7 @@ def parts(one: Any) -> list[tuple[Any, Any, Any]]:
 
 def _is_library(one: Any) -> bool:
     """Return whether ``one`` or its class is from ``_LIBRARIES``, or code from Python's library."""
-    is_code = isinstance(one, (FunctionType, ModuleType, type))
+    is_code = isinstance(one, (FunctionType, types.ModuleType, type))
     package = _package_of(one if is_code else type(one))
     return package in _LIBRARIES or (is_code and package in sys.stdlib_module_names)
 

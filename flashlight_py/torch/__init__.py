@@ -1,7 +1,8 @@
 """The backend ``"flashlight"`` of torch.distributed, for collectives of CPU tensors.
 
 ``torch.distributed.init_process_group("flashlight")`` needs no import of this package: ``import
-torch`` calls ``register`` through the entry point group ``torch.backends``. See docs/torch.md.
+torch`` calls ``register`` through the entry point group ``torch.backends``. torch 2.14 and later
+also search the group ``torch.distributed.backends`` for an unknown backend. See docs/torch.md.
 """
 
 from __future__ import annotations

@@ -12,14 +12,8 @@ import torch.distributed as dist
 import typing_extensions
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from flashlight_py.distributed import ProcessGroup, broadcast_object, is_distributed_init
-from flashlight_py.distributed.internal import (
-    MOST_SECONDS,
-    Settings,
-    current_world,
-    hide_folder,
-    initialize,
-)
+from flashlight_py.distributed import ProcessGroup, broadcast_object, internal, is_distributed_init
+from flashlight_py.distributed.internal import current_world, hide_folder, initialize
 from flashlight_py.interfaces import own_addresses
 from flashlight_py.torch.process_group import FlashlightGroup
 from flashlight_py.torch.store import TorchStore
@@ -42,9 +36,9 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
         RendezvousError, BackendUnavailableError: As in ``distributed_init``.
     """
     rank, size = options.group_rank, options.group_size
-    usual = min(options.timeout.total_seconds(), MOST_SECONDS)
+    usual = min(options.timeout.total_seconds(), internal.MOST_SECONDS)
     options_of_user = dict(params) if isinstance(params, Mapping) else {}
-    settings = Settings.from_params({"TIMEOUT": usual, **options_of_user})
+    settings = internal.Settings.from_params({"TIMEOUT": usual, **options_of_user})
     ranks = list(options.global_ranks_in_group)
     store, ours = options.store, True
 

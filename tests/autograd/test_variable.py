@@ -13,6 +13,7 @@ import flashlight_py as fl
 from flashlight_py.autograd import Variable, input, no_grad, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.random import generator, set_seed
+from tests.cupy_stand_in import StandInArray, StandInCupy
 from tests.parallel.trees import Tensor
 from tests.tables import for_each
 
@@ -45,6 +46,29 @@ def test_variable_accepts_scalars_and_dlpack_arrays() -> None:
     assert isinstance(input(np.array(1)).scalar(), int)
     array = np.ones(3)
     assert np.shares_memory(input(Tensor(array)).array, array)  # type: ignore[arg-type]
+
+
+def test_dlpack_exports_constants_without_a_copy() -> None:
+    array = np.ones(3)
+    for variable in (input(array), param(array).detach()):
+        assert np.shares_memory(np.from_dlpack(variable), array)
+    assert not np.shares_memory(np.from_dlpack(input(array), copy=True), array)
+    array.flags.writeable = False
+    assert not np.from_dlpack(input(array)).flags.writeable
+    for variable in (param(array), param(array) * 2):
+        with pytest.raises(BufferError, match=r"shape \(3,\) that needs a.*variable\.array"):
+            np.from_dlpack(variable)
+
+
+def test_dlpack_forwards_all_options_to_cupy(
+    strict: StandInCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, method in {"": lambda _, **options: options, "_device": lambda _: (2, 1)}.items():
+        monkeypatch.setattr(StandInArray, f"__dlpack{name}__", method, raising=False)
+    variable = input(strict.asarray(np.ones(3)))  # type: ignore[arg-type]
+    options = {"stream": 7, "max_version": (1, 0), "dl_device": (1, 0), "copy": True}
+    assert variable.__dlpack__(**options) == options
+    assert variable.__dlpack_device__() == (2, 1)
 
 
 @for_each("dtype", ["int64", "bool", "complex64", "U3", "datetime64[s]", "object"])

@@ -87,6 +87,8 @@ def torch_tensors(rank: int, size: int) -> None:
         assert fl.all_reduce(x, op="max") is x
     cupy.cuda.get_current_stream().synchronize()
     assert x.tolist() == [size] * 4
+    array = cupy.arange(3.0)
+    assert torch.from_dlpack(fl.input(array)).data_ptr() == array.data.ptr
 
 
 def jax_arrays(rank: int, size: int) -> None:

@@ -196,12 +196,10 @@ def pool2d(
     out = _compute(f"pool_{name}", otherwise, w, w.outputs, images)
 
     def vjp(grad: Array) -> Array:
-        rows = _rows(grad)
+        args: Any = f"pool_spread_mean{of_all}", spread_mean, w, w.inputs, _rows(grad)
         if mode == "max":
-            args = "pool_spread_largest", _spread_largest, w, w.inputs, rows, images, out
-            return channels_second(_compute(*args))
-        grads = _compute(f"pool_spread_mean{of_all}", spread_mean, w, w.inputs, rows)
-        return channels_second(grads)
+            args = "pool_spread_largest", _spread_largest, *args[2:], images, out
+        return channels_second(_compute(*args))
 
     return record(narrowed(channels_second(out), x.data), (x, vjp))
 
