@@ -46,6 +46,7 @@ _IDLE_SECONDS = 1.0  # seconds without an operation after which the background t
 _LARGE = 64 << 10  # bytes from which an all_reduce sends parts first, and then the reduced parts
 _TEXT_BYTES = 320  # maximum bytes of a call as text, with its line of code
 Error: TypeAlias = Callable[[str], errors.DistributedError]  # its argument begins the message
+_UNUSABLE = "the group cannot be used any more"
 _LEFT, _LEAVING = wording.HAS_LEFT, wording.IS_LEAVING
 # Each rank receives only its parts of the arrays. On parts, another verb has the same meaning.
 _OF_PARTS = {
@@ -64,7 +65,7 @@ class Kind(enum.IntEnum):
     WANTED = 3  # no receive has taken a message: its number; tags of the receives
     LEAVING = 4  # this rank begins no more messages
     LEFT = 5  # this rank closes the group: number of its calls
-    ABORT = 6  # all ranks must raise the error in the text
+    ABORT = 6  # the rank that is the cause; the error to raise
 
 
 class Operation(Work):
@@ -173,7 +174,8 @@ class PortableBackend(Backend):
     def _steps(self, operation: Operation, call: Call) -> Generator[None, Sequence[Frame], Any]:
         """Run a collective. Each ``yield`` waits for a frame of every other rank."""
         array, verb = call.array, call.verb
-        if verb is verbs.ALL_REDUCE and array.nbytes >= _LARGE and not call.compared:
+        is_large = array is not None and array.nbytes >= _LARGE
+        if verb is verbs.ALL_REDUCE and is_large and not call.compared:
             flat = array.reshape(-1)
             rows = [len(part) for part in np.array_split(flat, self.size)]
             first = replace(call, verb=verbs.REDUCE_SCATTER, array=flat, rows=rows)
@@ -374,10 +376,8 @@ class PortableBackend(Backend):
             link.left_after, link.loss = frame.number, _LEFT
         elif frame.kind == Kind.ABORT and self._ended is None:
             text = frame.text.decode(errors="replace")
-            self._fail(
-                lambda where: native_errors.received_error(where, text),
-                f" because of {self._names([rank])}",
-            )
+            because = f" because of {self._names([frame.number])}"
+            self._fail(lambda where: native_errors.received_error(where, text), because)
 
     def _advance(self) -> None:
         """Run the steps of collectives, and end operations that need a lost rank."""
@@ -456,7 +456,8 @@ class PortableBackend(Backend):
             missing = [r for r, link in self.links.items() if len(link.calls) <= before]
             detail, last = "over TCP", self._last_calls(operation, missing)
         if elsewhere := native_errors.calls_in_other_groups(self, missing):
-            waiting = f"this rank called {operation.text} as rank {self.rank} of {self.size}"
+            called = operation.text.rpartition(" at ")[0]
+            waiting = f"this rank called {called} as rank {self.rank} of a group of {self.size}"
             about = waiting, elsewhere, limit
             self._break(operation, missing, lambda where: native_errors.deadlock(where, *about))
             return
@@ -464,9 +465,9 @@ class PortableBackend(Backend):
         words = f"{names} did not join", limit, detail, which, last
         late = f"it gave up waiting for this rank: {detail}"
         for rank in missing:
-            error = self._loss([self.rank], late, wording.PEER_ADVICE, "")
+            error = self._loss([self.rank], late, wording.PEER_ADVICE, operation.where)
             text = native_errors.error_for_peers(self, error)
-            self.links[rank].send(Kind.ABORT, 0, None, text.encode(errors="replace"), [0])
+            self.links[rank].send(Kind.ABORT, self.rank, None, text.encode(errors="replace"), [0])
         make = lambda where: errors.CollectiveTimeoutError(wording.did_not_join(where, *words))
         self._break(operation, missing, make)
 
@@ -501,14 +502,15 @@ class PortableBackend(Backend):
         self._abort(native_errors.error_for_peers(self, error), make, ranks)
 
     def _abort(self, text: str, make: Error, ranks: Sequence[int] = ()) -> None:
+        rank = ranks[0] if ranks else self.rank
         for link in self.links.values() if self._ended is None else ():
-            link.send(Kind.ABORT, 0, None, text.encode(errors="replace"), [0])
+            link.send(Kind.ABORT, rank, None, text.encode(errors="replace"), [0])
         self._fail(make, f" because of {self._names(ranks)}" if ranks else "")
 
     def _fail(self, make: Error, because: str = "") -> None:
         """End all operations with the error ``make``. Later calls raise ``GroupClosedError``."""
         if self._ended is None:
-            text = f"the group cannot be used any more{because}: {make('')}".replace(": : ", ": ")
+            text = f"{_UNUSABLE}{because}: {str(make('')).removeprefix(': ')}"
             self._cause = make
             self._ended = lambda where: errors.GroupClosedError(f"{where}: {text}")
         for operation in self._pending():
@@ -528,8 +530,8 @@ class PortableBackend(Backend):
     def abort(self, cause: str | errors.DistributedError) -> None:
         text = native_errors.error_for_peers(self, cause)
         with self._turn:
-            make = lambda where: errors.GroupClosedError(f"{where}: {text[1:]}")
-            self._abort(text, make)
+            self._abort(text, lambda where: errors.GroupClosedError(f"{where}: {text[1:]}"))
+            self._cause = self._ended
             self._drain()
 
     def lost(self, doing: str) -> errors.DistributedError | None:
@@ -538,16 +540,17 @@ class PortableBackend(Backend):
         with self._turn:
             if self._cause is not None:
                 return self._cause(where)
-            losses = ((rank, link.loss) for rank, link in self.links.items() if link.loss)
-            for rank, loss in losses:
-                return self._loss([rank], loss, wording.PEER_ADVICE, where)
+            for rank, link in self.links.items():
+                if link.loss not in ("", wording.HAS_LEFT):
+                    return self._loss([rank], link.loss, link.advice, where)
             return None
 
     def call_ahead(self, rank: int) -> str:
         """Return as text a collective that ``rank`` has begun before this rank, or ""."""
         self.receive_until(None, 0.0)
         calls = self.links[rank].calls if rank in self.links else ()
-        return json.loads(calls[-1].text)[2] if len(calls) > len(self._queue) else ""
+        text: str = json.loads(calls[-1].text)[2] if len(calls) > len(self._queue) else ""
+        return text.rpartition(" at ")[0]
 
     def synchronize(self) -> None:
         wait_for(self._works)

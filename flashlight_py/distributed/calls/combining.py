@@ -71,7 +71,8 @@ def split_rows(rows: Any, counts: Sequence[int]) -> list[Any]:
 def concatenated(arrays: Sequence[Array]) -> Array:
     """Concatenate ``arrays`` along the first dimension. An array without dimensions is one row."""
     rows = [array.reshape(1) if array.ndim == 0 else array for array in arrays]
-    concatenated: Array = array_module(rows[0]).concatenate(rows)
+    # Without ``dtype``, NumPy removes the holes of a structured dtype.
+    concatenated: Array = array_module(rows[0]).concatenate(rows, dtype=rows[0].dtype)
     return concatenated
 
 
