@@ -163,8 +163,7 @@ def _gloo(
 
 
 def _portable(store: Store, settings: Settings) -> Backend:
-    address, timeout, *more = _connecting(store, settings)
-    return PortableBackend(store, timeout, address, *more)
+    return PortableBackend(store, *_connecting(store, settings))
 
 
 def _connecting(store: Store, settings: Settings) -> tuple[Any, ...]:
