@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
 IN_NAV = re.findall(r": (\S+\.md)$", NAV, re.MULTILINE)
+AT_TOP = ["contributing.md", "security.md", "changelog.md"]  # their files are not in docs/
 API = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
 FAMILIES = re.findall(r"^::: every name of (\S+)$", API, re.MULTILINE)
 DESCRIBED = {
@@ -34,14 +35,14 @@ DESCRIBED = {
 def test_navigation_lists_each_page_once() -> None:
     pages = [str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")]
     examples = [f"examples/{file.stem}.md" for file in (ROOT / "examples").glob("*.py")]
-    assert sorted(IN_NAV) == sorted([*pages, *examples, "contributing.md", "changelog.md"])
+    assert sorted(IN_NAV) == sorted([*pages, *examples, *AT_TOP])
 
 
 @pytest.mark.parametrize(("front", "folder"), [("README.md", "docs/"), ("docs/index.md", "")])
 def test_front_pages_lead_to_every_page(front: str, folder: str) -> None:
     linked = set(re.findall(r"\]\(([^)#]+\.md)", (ROOT / front).read_text()))
     pages = {f"{folder}{page}" for page in IN_NAV if "/" not in page}
-    pages -= {f"{folder}{page}" for page in ("index.md", "contributing.md", "changelog.md")}
+    pages -= {f"{folder}{page}" for page in ("index.md", *AT_TOP)}
     assert not pages - linked
 
 

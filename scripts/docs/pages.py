@@ -1,4 +1,4 @@
-"""Pages of the site from files outside docs/: CONTRIBUTING, CHANGELOG and the examples.
+"""Pages of the site from files outside docs/: CONTRIBUTING, CHANGELOG, SECURITY and the examples.
 
 A hook of mkdocs. Links from docs/ to such a file become links to its page on the site.
 """
@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 # Pages of files of the repository, relative to docs/.
-PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {f"{name.upper()}.md": f"{name}.md" for name in ("contributing", "changelog", "security")}
 PAGES |= {
     f"examples/{file.name}": f"examples/{file.stem}.md" for file in ROOT.glob("examples/*.py")
 }
