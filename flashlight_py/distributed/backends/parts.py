@@ -74,10 +74,13 @@ def kind_of(text: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 def received(call: Call, kind: str, rows: int, data: Array) -> Array:
     """Return the received bytes ``data`` as an array of ``rows`` rows."""
-    dtype, shape = kind_of(kind) if kind else (call.array.dtype, call.array.shape)
+    if not kind:
+        shape = call.array.shape
+        return np.ndarray((rows, *shape[1:]) if shape else shape, call.array.dtype, data)
+    dtype, shape = kind_of(kind)
     if dtype is arrays.ENCODED_PART:
         return data if call.out is not None else arrays.decode_part(data)
-    return np.ndarray(shape if kind or not shape else (rows, *shape[1:]), dtype, data)
+    return np.ndarray(shape, dtype, data)
 
 
 def result(call: Call, parts: Sequence[Any], rank: int) -> Array:
