@@ -69,14 +69,27 @@ def _ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
 World = tuple[str, int] | tuple[str, int, dict[str, Any]]  # backend, size, and more arguments
 
 
-def ranks_in(*worlds: World, slow: Sequence[World] = ()) -> Any:
+def marked(
+    worlds: Sequence[World], slow: Sequence[World], native: bool
+) -> list[tuple[World, Any]]:
+    """Return ``worlds``, and ``slow`` with the marker slow.
+
+    Unless the test is for ``native`` code, each world of Gloo has a slow copy in pure Python.
+    """
+    copies = [("portable", *world[1:]) for world in (*worlds, *slow) if world[0] == "gloo"]
+    more = [*slow, *(copy for copy in copies if not native and copy not in (*worlds, *slow))]
+    return [(world, ()) for world in worlds] + [(world, pytest.mark.slow) for world in more]
+
+
+def ranks_in(*worlds: World, slow: Sequence[World] = (), native: bool = False) -> Any:
     """Return a fixture with the ranks of each of ``worlds`` (backend, size).
 
-    All tests of a module run in one world before the next world is started. Worlds in ``slow`` are
-    marked slow.
+    All tests of a module run in one world before the next world is started. For ``slow`` and
+    ``native`` see ``marked``.
     """
-    marked = [pytest.param(world, marks=pytest.mark.slow) for world in slow]
-    params = [*worlds, *marked] or None  # an empty list would skip the tests
+    every = marked(worlds, slow, native)
+    # None, because an empty list would skip the tests
+    params = [pytest.param(world, marks=marks) for world, marks in every] or None
     return pytest.fixture(scope="module", params=params, ids=_world_id)(_ranks)
 
 
@@ -89,15 +102,16 @@ def on_ranks(
     slow: Sequence[World] = (),
     fresh: bool = False,
     lost: int | None = None,
+    native: bool = False,
     **extra: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that runs ``test(rank, size, *fixtures)`` on each rank.
 
     The ranks are the fixture ``ranks``, or worlds in ``worlds`` and ``slow``, with more ``params``
     or ``env``. ``fresh``: new ranks, which the test may end. ``lost``: new ranks; the test kills
-    this rank (-1: the last one).
+    this rank (-1: the last one). For ``native`` see ``marked``.
     """
-    marked = [(world, ()) for world in worlds] + [(world, pytest.mark.slow) for world in slow]
+    every = marked(worlds, slow, native)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         names = [*inspect.signature(test).parameters][2:]
@@ -116,9 +130,9 @@ def on_ranks(
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = [inspect.Parameter(name, kind) for name in ("ranks", *names)]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        if not marked:
+        if not every:
             return run
-        params = [pytest.param((*world, extra), marks=marks) for world, marks in marked]
+        params = [pytest.param((*world, extra), marks=marks) for world, marks in every]
         return pytest.mark.parametrize("ranks", params, ids=_world_id, indirect=True)(run)
 
     return decorate

@@ -25,7 +25,7 @@ from tests.distributed.conformance import (
 )
 from tests.distributed.programs import every_verb, run_program
 
-LARGER = [("gloo", 3), ("shm", 4), ("hierarchical", 4), ("mpi", 3)]
+LARGER = [("gloo", 3), ("portable", 3), ("shm", 4), ("hierarchical", 4), ("mpi", 3)]
 ranks = ranks_in(*(world for world in WORLDS if world not in LARGER), slow=LARGER)
 
 # The in-place reductions, and verbs that return a result on every rank; all_reduce is first.

@@ -32,7 +32,7 @@ from tests.distributed.conformance import on_ranks, slow
 from tests.distributed.mismatch_errors import late_mismatch, mismatch_error
 from tests.pairwise import pairs
 
-in_both = on_ranks(("shm", 2), ("gloo", 2))
+in_both = on_ranks(("shm", 2), ("gloo", 2), native=True)
 CODES = {verb.name: verb.code for verb in (*VERBS, journal.SENDRECV)}
 
 
@@ -214,7 +214,7 @@ def test_interrupted_batch_raises_the_exception_of_the_handler(rank: int, size: 
 # Memory by address ------------------------------------------------------------------------------
 
 
-in_all = on_ranks(("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3))
+in_all = on_ranks(*((name, size) for name in ("shm", "gloo") for size in (2, 3)), native=True)
 BFLOAT16 = DTYPES.index("bfloat16")
 # Whether x and out are passed by address.
 MIXED = ((1, 1), (0, 0), (1, 0), (0, 1))

@@ -44,7 +44,7 @@ from tests.distributed.mismatch_errors import late_mismatch, mismatch_error
 
 
 def in_both(size: int, **options: Any) -> Any:
-    return on_ranks(("shm", size), ("gloo", size), **options)
+    return on_ranks(("shm", size), ("gloo", size), native=True, **options)
 
 
 # Over TCP, data without a waiting receiver may stay in the kernel for 200 ms.
@@ -321,7 +321,7 @@ def test_flashlight_checks_sync_may_be_set_on_one_rank(rank: int, size: int) -> 
 # Calls that ranks only compare --------------------------------------------------------------------
 
 
-ranks = ranks_in(("shm", 4), ("gloo", 3), ("hierarchical", 4))
+ranks = ranks_in(("shm", 4), ("gloo", 3), ("hierarchical", 4), native=True)
 
 
 class OfGpu(SimpleNamespace):
