@@ -427,6 +427,7 @@ TRIALS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "single": (1, "auto", ()),
     "shm": (2, "shm", ("shm",)),
     "gloo": (2, "gloo", ("gloo",)),
+    "portable": (2, "portable", ()),
     "hierarchical": (4, "auto", ("shm", "gloo")),  # the ranks act as if on two hosts
     "mpi": (2, "mpi", ("library", "mpirun")),
     "nccl": (2, "nccl", ("CuPy", "NCCL", "cuda:1")),

@@ -17,9 +17,9 @@ __all__ = ["EXTENSIONS", "load", "optional", "left_out"]
 EXTENSIONS = {
     "shm": (
         "shared memory between the ranks of a host",
-        "Gloo is used if it is installed, up to 100 times slower",
+        "Gloo or the portable backend is used, up to 100 times slower",
     ),
-    "gloo": ("Gloo over TCP between hosts", "shared memory and MPI remain"),
+    "gloo": ("Gloo over TCP between hosts", "the portable backend is used, about 10 times slower"),
     "fast": ("all_reduce of small arrays in 0.25 microseconds", "it takes a few microseconds"),
     "tagi": ("the kernels of fl.tagi", "NumPy computes them, several times slower"),
     "nn": ("the kernels of layers", "NumPy computes them, several times slower"),

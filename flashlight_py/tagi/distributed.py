@@ -30,7 +30,7 @@ from flashlight_py.tagi.parameters import ParameterBucket, zeros_on
 from flashlight_py.tagi.sequential import Sequential
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates
 
-_BACKENDS = ("auto", "nccl", "gloo", "shm", "mpi")
+_BACKENDS = ("auto", "nccl", "gloo", "shm", "mpi", "portable")
 
 
 class DDPConfig:
