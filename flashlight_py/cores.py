@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import re
-import resource
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -22,7 +21,14 @@ _PROCESS_BYTES, _OTHER_DESCRIPTORS = 4 << 20, 64
 
 def usable_cores() -> int:
     """Return the number of cores that affinity and container quota allow this process to use."""
-    return _within_quota(len(os.sched_getaffinity(0)))
+    return _within_quota(len(affinity()))
+
+
+def affinity() -> AbstractSet[int]:
+    """Return the numbers of the cores on which this process may run; without Linux, all cores."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def check_processes(operation: str, count: int, descriptors: int) -> None:
@@ -31,6 +37,10 @@ def check_processes(operation: str, count: int, descriptors: int) -> None:
     Raises:
         ValueError: If memory or file descriptors do not suffice. The text names ``operation``.
     """
+    try:
+        import resource
+    except ImportError:  # Windows; a process that cannot start raises OSError
+        return
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # "max" (no limit), or no such file
         memory = min(memory, int((ROOT / "sys/fs/cgroup/memory.max").read_text()))

@@ -29,7 +29,8 @@ def interfaces() -> list[tuple[str, str]]:
 def own_addresses() -> list[str]:
     """Return this host's addresses for other hosts. The addresses of default routes come first."""
     running = [address for _, address in interfaces()]
-    by_default = [address for address in map(source_address, _OUTSIDE) if address in running]
+    sources = filter(None, map(source_address, _OUTSIDE))
+    by_default = [source for source in sources if source in running or not system.IS_LINUX]
     return list(dict.fromkeys([*by_default, *running]))
 
 

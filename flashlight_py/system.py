@@ -8,13 +8,13 @@ as ``spawn``, flrun's main thread and code for files, uses the standard library.
 from __future__ import annotations
 
 import array
-import fcntl
 import os
 import select as _select
 import selectors
 import signal as _signal
 import socket
 import struct
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -33,12 +33,18 @@ has_dualstack_ipv6 = socket.has_dualstack_ipv6
 
 Selector = selectors.DefaultSelector  # stored here, because gevent removes it from selectors
 select = _select.select
-read, write, close, dup, set_blocking = os.read, os.write, os.close, os.dup, os.set_blocking
-pipe, pipe2, fstat, isatty = os.pipe, os.pipe2, os.fstat, os.isatty
-set_inheritable = os.set_inheritable
+read, write, close, dup, pipe = os.read, os.write, os.close, os.dup, os.pipe
+send = write  # to an end of a pipe
+fstat, isatty, set_inheritable = os.fstat, os.isatty, os.set_inheritable
 
 environ, getpid, readlink, random_bytes = os.environ, os.getpid, os.readlink, os.urandom
-RLock, waitid, kill, killpg = threading.RLock, os.waitid, os.kill, os.killpg
+RLock, kill = threading.RLock, os.kill
+# None if the system lacks the function: macOS has no waitid before Python 3.13.
+waitid, killpg = getattr(os, "waitid", None), getattr(os, "killpg", None)
+set_blocking: Any = getattr(os, "set_blocking", None)
+register_at_fork: Any = getattr(os, "register_at_fork", lambda **functions: None)
+user_id = getattr(os, "geteuid", lambda: 0)  # os.stat returns 0 on Windows, too
+IS_LINUX = sys.platform == "linux"  # has abstract sockets, and numbers of ioctl as below
 
 
 class Thread(threading.Thread):
@@ -49,7 +55,7 @@ class Thread(threading.Thread):
 
 
 signal, getsignal, set_wakeup_fd = _signal.signal, _signal.getsignal, _signal.set_wakeup_fd
-setitimer, getitimer = _signal.setitimer, _signal.getitimer
+setitimer, getitimer = getattr(_signal, "setitimer", None), getattr(_signal, "getitimer", None)
 
 
 def __getattr__(name: str) -> Any:
@@ -61,6 +67,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+if not hasattr(_select, "poll"):  # Windows, where selectors accept only sockets
+    from flashlight_py import _windows
+
+    pipe, close, set_blocking = _windows.pipe, _windows.close, _windows.set_blocking
+    read, send, Popen = _windows.read, _windows.send, _windows.Popen  # type: ignore[misc]
+
 # Constants of netdevice(7).
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
@@ -71,9 +83,10 @@ _GLOBAL, _IFA_F_UNUSABLE = "00", 0x08 | 0x40
 
 def can_write(descriptor: int, seconds: float = 0.0) -> bool:
     """Wait up to ``seconds`` until ``descriptor`` is writable, and return whether it is."""
-    poll = _select.poll()
-    poll.register(descriptor, _select.POLLOUT)
-    return bool(poll.poll(1000 * seconds))
+    # Unlike epoll, these selectors need no descriptor.
+    with getattr(selectors, "PollSelector", selectors.SelectSelector)() as selector:
+        selector.register(descriptor, selectors.EVENT_WRITE)
+        return bool(selector.select(seconds))
 
 
 def read_text(path: str) -> str:
@@ -96,8 +109,16 @@ def children() -> list[int]:
 def addresses() -> list[tuple[str, str, bool]]:
     """Return (interface, address, whether the interface is running). Addresses have no zone.
 
-    IPv4 comes before IPv6. IPv6 addresses are global, or belong to the loopback interface.
+    IPv4 comes before IPv6. IPv6 addresses are global, or belong to the loopback interface. Outside
+    of Linux, only the addresses of the host's name are listed, without their interfaces.
     """
+    if not IS_LINUX:
+        entries = [("address", "127.0.0.1")]
+        with suppress(OSError):  # the name has no address
+            found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+            texts = (str(address[0]) for *_, address in sorted(found))
+            entries += [("address", text) for text in texts if not text.startswith("fe80:")]
+        return [(*entry, True) for entry in dict.fromkeys(entries)]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         entries = [*_version_4(probe), *_version_6()]
         running = {name for name in {name for name, _ in entries} if _is_running(probe, name)}
@@ -105,6 +126,8 @@ def addresses() -> list[tuple[str, str, bool]]:
 
 
 def _version_4(probe: socket.socket) -> list[tuple[str, str]]:
+    import fcntl  # Windows lacks it
+
     buffer = array.array("B", bytes(_IFREQ_BYTES * _MOST_ADDRESSES))
     request = struct.pack("iP", len(buffer), buffer.buffer_info()[0])
     used, _ = struct.unpack("iP", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))
@@ -129,6 +152,8 @@ def _version_6() -> list[tuple[str, str]]:
 
 
 def _is_running(probe: socket.socket, name: str) -> bool:
+    import fcntl
+
     try:
         reply = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))
     except OSError:  # the interface was removed after the list was read

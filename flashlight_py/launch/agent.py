@@ -6,9 +6,7 @@ the connection. ``channel`` describes the messages.
 
 from __future__ import annotations
 
-import signal
 import sys
-import syslog
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -20,8 +18,8 @@ from flashlight_py import system
 from flashlight_py.cores import check_processes
 from flashlight_py.interfaces import keep_port, listen_everywhere, own_addresses
 from flashlight_py.launch.channel import Outgoing, Reader, message, parsed, write_whole
-from flashlight_py.launch.front import run_in_copy, signal_if_parent_ends
-from flashlight_py.launch.loop import HARMLESS, LOST_SECONDS, Loop, Pulse
+from flashlight_py.launch.front import run_in_copy
+from flashlight_py.launch.loop import HARMLESS, LOST_SECONDS, SIGCONT, Loop, Pulse
 from flashlight_py.launch.output import Source
 from flashlight_py.launch.ranks import (
     LISTENER,
@@ -106,7 +104,7 @@ class Agent:
         """
         if self._ranks is not None:
             self._ranks.signal(number)
-        while self._waiting and number not in (*HARMLESS, signal.SIGCONT):
+        while self._waiting and number not in (*HARMLESS, SIGCONT):
             self.report("exited", self._waiting.popleft().rank, -number)
 
     def input(self, data: bytes) -> None:
@@ -162,7 +160,7 @@ class Agent:
                 rank_environ(environ, slot, task["size"], task["restarts"], meeting),
                 stdin,
                 descriptors,
-                partial(signal_if_parent_ends, system.getpid()),
+                is_guarded=True,
             )
         self._loop.watch_child(process, partial(self._on_exit, self._ranks, slot.rank))
 
@@ -285,6 +283,8 @@ def _work() -> int:
         f"{launcher.silence}; the agent ended its ranks"
     )
     print(line, file=sys.stderr)
+    import syslog  # Windows lacks it
+
     # The connection may be cut, so the message also goes to the log of the system.
     syslog.syslog(syslog.LOG_ERR, line)
     return 1

@@ -15,6 +15,7 @@ from flashlight_py.errors import (
     PeerLostError,
     RendezvousError,
 )
+from flashlight_py.launch.loop import SIGKILL
 from flashlight_py.tracebacks import folded
 
 _LONGEST_CAUSE = 200  # characters of a traceback's last line in the report
@@ -107,7 +108,7 @@ def describe_exit(code: int | None) -> str:
     if code >= 0:
         return f"exited with code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    hint = " (out of memory? see the kernel's log)" if -code == signal.SIGKILL else ""
+    hint = " (out of memory? see the kernel's log)" if -code == SIGKILL else ""
     return f"was killed by {name}{hint}"
 
 

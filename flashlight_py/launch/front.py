@@ -17,19 +17,26 @@ from contextlib import suppress
 
 from flashlight_py import system
 from flashlight_py.launch.failures import describe_exit
-from flashlight_py.launch.loop import FORWARDED
+from flashlight_py.launch.loop import FORWARDED, IS_PORTABLE, SIGKILL
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
-_libc = ctypes.CDLL(None, use_errno=True)  # before the fork: a child must not load libraries
+if not IS_PORTABLE:
+    _libc = ctypes.CDLL(None, use_errno=True)  # before the fork: a child must not load libraries
 
 
 def run_in_copy(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
     """Run ``work()`` in a copy of this process and return its exit code.
 
     After the copy has ended for any reason, this process kills its remaining descendants and calls
-    ``clean_up``. The copy does not return: it exits.
+    ``clean_up``. The copy does not return: it exits. Without prctl, there is no copy, and the guard
+    of the ranks kills them if this process is killed.
     """
+    if IS_PORTABLE:
+        try:
+            return work()
+        finally:
+            clean_up()
     if not os.path.exists("/proc/self"):
         text = "/proc is not mounted, so processes that ranks leave behind are not found and ended"
         print(f"flrun: warning: {text}. Mount /proc", file=sys.stderr)
@@ -87,7 +94,7 @@ def _run_copy(front: int, work: Callable[[], int]) -> None:
 # Kernel services: signals at the end of a parent, adoption of orphans -----------------------------
 
 
-def signal_if_parent_ends(parent: int, number: int = signal.SIGKILL) -> None:
+def signal_if_parent_ends(parent: int, number: int = SIGKILL) -> None:
     """Make the kernel send signal ``number`` to this process if its parent ends.
 
     The kernel waits for the end of the thread of ``parent`` that started this process.

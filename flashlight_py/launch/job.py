@@ -16,7 +16,7 @@ from flashlight_py import system
 from flashlight_py.launch.channel import Supply
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.hosts import Hosts, StartError
-from flashlight_py.launch.loop import Loop
+from flashlight_py.launch.loop import SIGPIPE, Loop
 from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import RankOutput, Source
 from flashlight_py.launch.ranks import (
@@ -87,7 +87,7 @@ class Job:
             if number := attempt.interrupted:
                 lost = "the output of the ranks is lost"
                 reason = f"interrupted by {signal.Signals(number).name}"
-                say(f"{lost if number == signal.SIGPIPE else reason}; all ranks were ended")
+                say(f"{lost if number == SIGPIPE else reason}; all ranks were ended")
                 return 128 + number
             if attempt.cause is None:
                 return 0

@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,9 +14,27 @@ from selectors import EVENT_READ, EVENT_WRITE
 
 from flashlight_py import system
 
-HARMLESS = (signal.SIGUSR1, signal.SIGUSR2)  # signals that do not end a job
+
+def _signals(*names: str) -> tuple[signal.Signals, ...]:
+    """Return the signals that exist on this system."""
+    return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
+
+
+def _has_prctl() -> bool:
+    try:
+        return hasattr(ctypes.CDLL(None), "prctl")
+    except TypeError:  # Windows
+        return False
+
+
+# Whether the system lacks a call by which Linux ends, adopts or prepares processes.
+IS_PORTABLE = not (_has_prctl() and system.waitid and hasattr(os, "memfd_create"))
+HARMLESS = _signals("SIGUSR1", "SIGUSR2")  # signals that do not end a job
 # Signals from users and schedulers. Signals ignored at the start of the process stay ignored.
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *HARMLESS)
+FORWARDED = (*_signals("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"), *HARMLESS)
+# On Windows, any number kills a process, and threads wait for processes.
+SIGKILL, SIGPIPE = getattr(signal, "SIGKILL", 9), getattr(signal, "SIGPIPE", 13)
+SIGCONT, SIGCHLD = getattr(signal, "SIGCONT", 18), getattr(signal, "SIGCHLD", 0)
 MOST_SECONDS = 1e6  # seconds; the kernel waits for events for at most 24 days
 BEAT_SECONDS = 0.5  # seconds between two heartbeats of a connection
 LOST_SECONDS = 6.0  # seconds of silence until a host is declared lost
@@ -71,13 +90,14 @@ class Loop(Poll):
             system.set_blocking(descriptor, False)
         self.watch(self._signals, self._on_signals)
         system.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, *FORWARDED):
-            if number == signal.SIGCHLD or system.getsignal(number) is not signal.SIG_IGN:
+        for number in (*_signals("SIGCHLD"), *FORWARDED):
+            if number == SIGCHLD or system.getsignal(number) is not signal.SIG_IGN:
                 # A signal wakes the loop only if it has a handler.
                 system.signal(number, lambda number, frame: None)
 
     def close(self) -> None:
-        system.setitimer(signal.ITIMER_REAL, 0)
+        if system.setitimer:
+            system.setitimer(signal.ITIMER_REAL, 0)
         system.set_wakeup_fd(-1)
         super().close()
         system.close(self._signals)
@@ -103,6 +123,8 @@ class Loop(Poll):
         ``is_helper``: the process belongs to the launcher and does not end with the ranks.
         """
         self._children[process.pid] = process, callback
+        if not SIGCHLD:
+            threading.Thread(target=self._wait_for, args=(process,), daemon=True).start()
         if is_helper:
             self._helpers[process.pid] = process
 
@@ -112,6 +134,12 @@ class Loop(Poll):
 
     def reap(self) -> bool:
         """Reap all children that have ended; return True if other children remain."""
+        if IS_PORTABLE:
+            for pid, (process, callback) in list(self._children.items()):
+                if process.poll() is not None:
+                    del self._children[pid]
+                    callback(process.returncode)
+            return False  # processes that ranks have left behind are not found
         while True:
             try:
                 end = system.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)
@@ -126,13 +154,18 @@ class Loop(Poll):
 
     def _on_signals(self) -> None:
         for number in set(system.read(self._signals, 4096)):
-            if number == signal.SIGCHLD:
+            if number == SIGCHLD:
                 self.reap()
-            elif number == signal.SIGALRM:
+            elif self._pulses and number == signal.SIGALRM:
                 for pulse in tuple(self._pulses):
                     pulse.count_silence()
             else:
                 self.on_signal(signal.Signals(number))
+
+    def _wait_for(self, process: system.Popen[bytes]) -> None:
+        process.wait()
+        with suppress(OSError):  # the loop is closed
+            system.send(self._woken, b"\0")
 
     def _beat(self, number: int, frame: object) -> None:
         for pulse in tuple(self._pulses):
@@ -147,10 +180,12 @@ def exit_code_of(end: os.waitid_result) -> int:
 def await_end(process: system.Popen[bytes]) -> int | None:
     """Wait for the end of ``process``; return its exit code, or minus the number of its signal.
 
-    The process is not reaped, so signals still reach the processes in its group. Returns None if
-    other code in this process, such as a SIGCHLD handler, has reaped it.
+    On Linux, the process is not reaped, so signals still reach the processes in its group. Returns
+    None if other code in this process, such as a SIGCHLD handler, has reaped it.
     """
     try:
+        if IS_PORTABLE:
+            return process.wait()
         end = system.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
         return None
@@ -161,7 +196,7 @@ def await_end(process: system.Popen[bytes]) -> int | None:
 @contextmanager
 def keep_exit_codes() -> Iterator[None]:
     """Keep exit codes of children within the block, even if this process ignores SIGCHLD."""
-    if system.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
+    if not SIGCHLD or system.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
         yield
         return
     set_handler = ctypes.CDLL(None).signal  # usable in any thread, unlike signal.signal()

@@ -1,10 +1,13 @@
-"""The program of a spawned rank or worker: ``python rank_main.py FOLDER TASK LINK PARENT``.
+"""The program of a spawned rank or worker: ``python rank_main.py FOLDER [TASK LINK PARENT]``.
 
 The ranks rendezvous in FOLDER. TASK is an inherited descriptor of memory that has the two pickles
 of ``pack_task``. LINK is an inherited descriptor of a connection to the parent. PARENT is the pid
 of the parent. The parent first sends the authentication key of ``multiprocessing``. The rank sends
 its result or its failure. After all results have arrived, the parent sends a message that allows
 the rank to leave the world.
+
+Without TASK, the process reads the task from standard input, connects to a port of the parent, and
+ends when the input ends, which the parent keeps open.
 
 If FOLDER is empty, the process is a worker, which is in no world. It calls the function of the task
 and reports success or a failure. Then it calls the returned function with the link as argument.
@@ -23,14 +26,16 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _SIG_IGN = 1  # of signal(2)
@@ -38,20 +43,19 @@ _is_exiting = False  # True if SIGTERM must not raise SystemExit any more
 
 
 def main() -> None:
-    folder, task = sys.argv[1], int(sys.argv[2])
-    link = Connection(int(sys.argv[3]))
-    os.set_inheritable(link.fileno(), False)  # the link must close when this process ends
-    os.set_blocking(link.fileno(), True)  # gevent in the parent makes sockets non-blocking
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent may have blocked signals
-    kill_if_parent_ends(int(sys.argv[4]))
+    folder, *numbers = sys.argv[1:]
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent may have blocked signals
+    task, link, authkey = _inherited(*map(int, numbers)) if numbers else _received()
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
-    os.register_at_fork(after_in_child=lambda: _detach_from_parent(link))
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: _detach_from_parent(link))
     if sys.stderr is not None:
         faulthandler.enable()  # print a traceback after a crash in native code
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Write each line when it is complete, also to a pipe and if PYTHONUNBUFFERED is set.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    multiprocessing.current_process().authkey = link.recv_bytes()
+    multiprocessing.current_process().authkey = authkey or link.recv_bytes()
     try:
         fn, args, params = _load(task)
         result: Any = _call(fn, args, params, Path(folder)) if folder else fn(*args)
@@ -71,6 +75,34 @@ def main() -> None:
     link.send_bytes(result)
     with suppress(EOFError, ConnectionResetError):
         link.recv_bytes()
+
+
+def _inherited(task: int, link: int, parent: int) -> tuple[Any, Connection, bytes]:
+    os.set_inheritable(link, False)  # the link must close when this process ends
+    os.set_blocking(link, True)  # gevent in the parent makes sockets non-blocking
+    kill_if_parent_ends(parent)
+    # Mapped, because the ranks share the descriptor and therefore its file position.
+    file = mmap.mmap(task, 0, prot=mmap.PROT_READ)
+    os.close(task)
+    return file, Connection(link), b""
+
+
+def _received() -> tuple[Any, Connection, bytes]:
+    pipe = os.fdopen(os.dup(0), "rb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    port, key, authkey, length = pickle.load(pipe)
+    file = io.BytesIO(pipe.read(length))
+    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
+    link = Connection(socket.create_connection(("127.0.0.1", port)).detach())
+    link.send_bytes(key)
+    return file, link, authkey
+
+
+def _end_with(pipe: IO[bytes]) -> None:
+    pipe.read()  # until the parent has ended
+    os._exit(1)
 
 
 def kill_if_parent_ends(parent: int) -> None:
@@ -95,7 +127,7 @@ def _detach_from_parent(link: Connection) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _load(task: int) -> tuple[Any, Any, Any]:
+def _load(task: Any) -> tuple[Any, Any, Any]:
     """Import the parent's script with the parent's ``sys.path`` and ``sys.argv``.
 
     Returns the function of the task, its arguments and ``params``. During the import,
@@ -103,9 +135,7 @@ def _load(task: int) -> tuple[Any, Any, Any]:
     otherwise start them again in every process.
     """
     process: Any = multiprocessing.current_process()
-    # Mapped, because the ranks share the descriptor and therefore its file position.
-    with mmap.mmap(task, 0, prot=mmap.PROT_READ) as file:
-        os.close(task)
+    with task as file:
         process._inheriting = True
         try:
             spawn.prepare(pickle.load(file))
@@ -136,6 +166,7 @@ if __name__ == "__main__":
         sys.exit(130)  # the parent reports the interrupt
     finally:
         _is_exiting = True
-        # Set in the kernel first: Python prints an error if SIGTERM arrives while signal() runs.
-        ctypes.CDLL(None).signal(signal.SIGTERM, _SIG_IGN)
+        if hasattr(signal, "pthread_sigmask"):
+            # First in the kernel: Python prints an error if SIGTERM arrives while signal() runs.
+            ctypes.CDLL(None).signal(signal.SIGTERM, _SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

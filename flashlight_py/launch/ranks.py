@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from subprocess import DEVNULL
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from typing import NamedTuple
 
 from flashlight_py import system
 from flashlight_py.cores import thread_variables, usable_cores
-from flashlight_py.launch.loop import Loop, Poll, await_end
+from flashlight_py.launch.front import signal_if_parent_ends
+from flashlight_py.launch.loop import IS_PORTABLE, SIGCONT, SIGKILL, Loop, Poll, await_end
 from flashlight_py.launch.output import STREAMS, Source
 
 _CHUNK = 1 << 16
@@ -101,8 +104,10 @@ class RankProcesses:
 
     ``streams`` has "out", "err" or both. The ranks inherit other streams from this process. Each
     process leads a session, so a signal reaches its children as well, and Ctrl-C reaches only the
-    launcher.
+    launcher. On Windows, only the process itself receives signals, and every signal kills it.
     """
+
+    _guard: system.Popen[bytes] | None = None
 
     def __init__(
         self,
@@ -121,12 +126,13 @@ class RankProcesses:
         environ: Mapping[str, str],
         stdin: int = DEVNULL,
         descriptors: Sequence[int] = (),
-        before: Callable[[], None] | None = None,
+        is_guarded: bool = False,
     ) -> system.Popen[bytes]:
         """Start ``rank``. The process reads ``stdin`` (a descriptor) and inherits ``descriptors``.
 
-        ``before`` runs in the new process. That is safe only if this process has a single thread.
+        If ``is_guarded``, it is killed when this process ends, which must have a single thread.
         """
+        is_by_kernel = is_guarded and not IS_PORTABLE
         write_ends: dict[str, int] = {}
         try:
             for stream in self._streams:
@@ -142,20 +148,24 @@ class RankProcesses:
                 stderr=write_ends.get("err"),
                 start_new_session=True,
                 pass_fds=descriptors,
-                preexec_fn=before,
+                bufsize=0,
+                preexec_fn=(
+                    partial(signal_if_parent_ends, system.getpid()) if is_by_kernel else None
+                ),
             )
         finally:
             for end in write_ends.values():
                 system.close(end)
         self._processes[rank] = process
+        if is_guarded and IS_PORTABLE:
+            self._tell_guard(process.pid)
         return process
 
     def signal(self, number: int) -> None:
         """Send ``number`` to every rank that is not reaped, and to its process group."""
         for process in self._processes.values():
             if process.returncode is None:  # its pid cannot be reused before it is reaped
-                with suppress(ProcessLookupError):
-                    system.killpg(process.pid, number)
+                signal_group(process.pid, number)
 
     def drain(self, rank: int) -> None:
         """Read the output that ``rank`` has written so far. Call it after the rank has ended."""
@@ -171,9 +181,27 @@ class RankProcesses:
 
     def close(self) -> None:
         """Read the available output and close the pipes. Children of ranks may still run."""
+        for process in self._processes.values():
+            if process.stdin:
+                process.stdin.close()
+            if self._guard:
+                if system.killpg:  # its children, which nothing else finds
+                    signal_group(process.pid, SIGKILL)
+                self._tell_guard(process.pid)
+        if self._guard:
+            self._guard.communicate()
         for source in list(self._pipes):
             self._drain(source)
             self._close(source)
+
+    def _tell_guard(self, pid: int) -> None:
+        """Tell the guard that process ``pid`` has started, or that it has ended."""
+        if self._guard is None:
+            command = [sys.executable, str(Path(__file__).with_name("guard.py"))]
+            self._guard = system.Popen(command, stdin=PIPE, bufsize=0, start_new_session=True)
+        assert self._guard.stdin
+        with suppress(BrokenPipeError):  # the user has killed the guard
+            self._guard.stdin.write(b"%d\n" % pid)
 
     def _read(self, source: Source) -> bool:
         """Pass the available output to ``on_output``; return False if there is none."""
@@ -200,6 +228,11 @@ class RankProcesses:
             system.close(descriptor)
 
 
+def signal_group(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # macOS permits no signal to a zombie
+        (system.killpg or system.kill)(pid, number)
+
+
 def end_leftovers(loop: Loop, grace: float) -> list[int]:
     """End processes that ranks left behind: SIGTERM, and SIGKILL after ``grace`` seconds.
 
@@ -215,11 +248,11 @@ def end_leftovers(loop: Loop, grace: float) -> list[int]:
         for pid in remaining - terminated:
             terminated.add(pid)
             system.kill(pid, signal.SIGTERM)
-            system.kill(pid, signal.SIGCONT)  # a stopped process would not handle SIGTERM
+            system.kill(pid, SIGCONT)  # a stopped process would not handle SIGTERM
         loop.once(ends)
     ends = system.monotonic() + _KILLED_SECONDS
     while (remaining := remaining_processes()) and system.monotonic() < ends:
         for pid in remaining:  # again: we adopt the orphans of killed processes
-            system.kill(pid, signal.SIGKILL)
+            system.kill(pid, SIGKILL)
         loop.once(ends)
     return sorted(remaining_processes())

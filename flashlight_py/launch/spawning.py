@@ -5,7 +5,6 @@ Each process runs ``rank_main`` and reports to this process over a link.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,29 +13,33 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
-from functools import partial
-from multiprocessing import spawn as mp_spawn
-from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
+from contextlib import closing, suppress
+from functools import cached_property, partial
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from flashlight_py import system
 from flashlight_py.cores import check_processes, thread_variables, usable_cores
 from flashlight_py.errors import RankFailedError
 from flashlight_py.interfaces import keep_port
 from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure, describe_exit
-from flashlight_py.launch.loop import Poll, await_end, keep_exit_codes
+from flashlight_py.launch.links import new_link, shared
+from flashlight_py.launch.loop import IS_PORTABLE, SIGKILL, Poll, await_end, keep_exit_codes
 from flashlight_py.launch.output import STREAMS, RankOutput
 from flashlight_py.launch.pickling import pack_task
-from flashlight_py.launch.ranks import RankProcesses, master_variables, rank_variables, unranked
+from flashlight_py.launch.ranks import (
+    RankProcesses,
+    master_variables,
+    rank_variables,
+    signal_group,
+    unranked,
+)
 from flashlight_py.launch.supervisor import Supervisor
 
 T = TypeVar("T")
-
-_RANK_MAIN = Path(__file__).with_name("rank_main.py")
 
 ENDING_SECONDS = 5.0  # seconds for cleanup before a rank is killed
 _CHUNK = 1 << 16
@@ -103,8 +106,8 @@ def spawn(
     call = SpawnCall.checked("spawn", fn, args, nprocs, params, timeout, max_restarts)
     check_processes("spawn: nprocs", call.size, 3)
     task = pack_task(call.name, fn, tuple(args), dict(params or {}))
-    with _task_descriptor(task) as memory:
-        results, codes = call.attempted(partial(_attempt, call, memory))
+    with shared(task) as content:
+        results, codes = call.attempted(partial(_attempt, call, content))
     for rank, code in enumerate(codes):
         if code != 0:
             warnings.warn(
@@ -116,7 +119,7 @@ def spawn(
     return call.results([results[rank] for rank in range(call.size)])
 
 
-def _attempt(call: SpawnCall, task: int, restarts: int) -> tuple[dict[int, bytes], list[int]]:
+def _attempt(call: SpawnCall, task: Any, restarts: int) -> tuple[dict[int, bytes], list[int]]:
     """Run one attempt; return the pickled results by rank, and the exit codes."""
     with (
         tempfile.TemporaryDirectory(prefix="flashlight-", ignore_cleanup_errors=True) as folder,
@@ -148,8 +151,8 @@ class SpawnedWorld:
         self._ranks = RankProcesses(poll, self._output.take, replaced)
         self._master_port = keep_port()
 
-    def start(self, folder: str, task: int, restarts: int) -> None:
-        """Start all ranks; they inherit the descriptor ``task`` and rendezvous in ``folder``."""
+    def start(self, folder: str, task: Any, restarts: int) -> None:
+        """Start all ranks with ``task`` (see ``links``); they rendezvous in ``folder``."""
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()  # our earlier output must precede the output of the ranks
         common = {
@@ -158,19 +161,17 @@ class SpawnedWorld:
             "FLASHLIGHT_RESTART_COUNT": str(restarts),
         }
         common |= master_variables("127.0.0.1", self._master_port.getsockname()[1])
+        links = []
         for rank in range(self._size):
             environ = {**common, **rank_variables(rank, self._size, f"{folder}/meeting")}
-            parent_end, child_end = Pipe()
-            os.set_blocking(parent_end.fileno(), True)  # gevent may have made it non-blocking
-            with child_end:
-                command = _command(folder, task, child_end, os.getpid())
-                self._ranks.start(rank, command, environ, descriptors=[child_end.fileno(), task])
-            self._links[rank] = parent_end
-            self._poll.watch(parent_end.fileno(), partial(self._on_report, rank))
-            with suppress(ConnectionError):  # a rank that died is detected later
-                parent_end.send_bytes(multiprocessing.current_process().authkey)
+            links.append(new_link(folder, task))
+            start = links[rank].command, environ, links[rank].stdin, links[rank].descriptors
+            links[rank].on_start(self._ranks.start(rank, *start))
+        for rank, link in enumerate(links):
+            self._links[rank] = link.connect()
+            self._poll.watch(self._links[rank].fileno(), partial(self._on_report, rank))
 
-    def run(self, folder: str, task: int, restarts: int) -> list[int]:
+    def run(self, folder: str, task: Any, restarts: int) -> list[int]:
         attempt = self._attempt
         try:
             self.start(folder, task, restarts)
@@ -181,12 +182,12 @@ class SpawnedWorld:
                 raise self._call.late(attempt.undecided)
         except BaseException as error:
             try:
-                attempt.on_end(set(range(self._size)) - self._links.keys())  # ranks not started
+                attempt.on_end(set(range(self._size)) - self._links.keys())  # not connected
                 is_interrupt = isinstance(error, KeyboardInterrupt)
                 attempt.end(signal.SIGINT if is_interrupt else signal.SIGTERM)
                 attempt.run()
             finally:
-                self._signal(signal.SIGKILL)
+                self._signal(SIGKILL)
             raise
         finally:
             codes = self._ranks.wait()
@@ -201,14 +202,14 @@ class SpawnedWorld:
 
     def _signal(self, number: int) -> None:
         self._ranks.signal(number)
-        if number == signal.SIGKILL:
+        if number == SIGKILL:
             self._attempt.on_end(range(self._size))
 
     def _on_report(self, rank: int) -> None:
         link = self._links[rank]
         try:
             if self._attempt.is_ending:  # drop the report, so that the rank does not block
-                if not os.read(link.fileno(), _CHUNK):
+                if not system.read(link.fileno(), _CHUNK):
                     self._on_end(rank)
                 return
             failure: Failure | None = link.recv()
@@ -237,22 +238,6 @@ class SpawnedWorld:
         link = self._links.pop(rank)
         self._poll.unwatch(link.fileno())
         link.close()
-
-
-@contextmanager
-def _task_descriptor(task: bytes) -> Iterator[int]:
-    """Yield a descriptor of memory with ``task``. Unlike a file, no other user can change it."""
-    with open(os.memfd_create("flashlight task"), "wb") as memory:
-        memory.write(task)
-        memory.flush()
-        yield memory.fileno()
-
-
-def _command(folder: str, task: int, link: Connection, parent: int) -> list[str]:
-    """Return the command of ``rank_main`` with the interpreter options of this process (-O, -W)."""
-    command = [os.fsdecode(word) for word in mp_spawn.get_command_line()]
-    numbers = map(str, (task, link.fileno(), parent))
-    return [*command[: command.index("-c")], str(_RANK_MAIN), folder, *numbers]
 
 
 # Workers ------------------------------------------------------------------------------------------
@@ -299,24 +284,26 @@ class Worker:
     ) -> None:
         self._operation, self.number, self._count = name
         task = pack_task(self._operation, fn, tuple(args), {})
-        self._link, child_end = Pipe()
-        os.set_blocking(self._link.fileno(), True)  # gevent may have made it non-blocking
-        with child_end, _task_descriptor(task) as memory:
-            command = _command("", memory, child_end, os.getpid())
+        with shared(task) as content:
+            self._new_link = link = new_link("", content)
 
             def start() -> subprocess.Popen[bytes]:
                 return subprocess.Popen(
-                    command,
+                    link.command,
                     env={**unranked(os.environ), **variables},
-                    stdin=subprocess.DEVNULL,
+                    stdin=link.stdin,
                     start_new_session=True,
-                    pass_fds=[child_end.fileno(), memory, *descriptors],
+                    pass_fds=[*link.descriptors, *descriptors],
+                    bufsize=0,
                 )
 
             is_main = threading.get_native_id() == os.getpid()  # in a greenlet, too
-            self._process = start() if is_main else _start_in_thread(start)
-        with suppress(ConnectionError):  # wait_for_start detects a worker that died
-            self._link.send_bytes(multiprocessing.current_process().authkey)
+            self._process = start() if is_main or IS_PORTABLE else _start_in_thread(start)
+        link.on_start(self._process)
+
+    @cached_property
+    def _link(self) -> Connection:
+        return self._new_link.connect()
 
     def wait_for_start(self) -> None:
         """Block until the worker has its task; RankFailedError if it cannot import the script."""
@@ -344,9 +331,10 @@ class Worker:
     def end(self) -> None:
         """Kill the process and the processes that it started; block until it has ended."""
         if self._process.returncode is None:  # its pid cannot be reused before it is reaped
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            signal_group(self._process.pid, SIGKILL)
             self._process.wait()
+        if self._process.stdin:
+            self._process.stdin.close()
         self._link.close()
 
     def _exit_error(self) -> RankFailedError:

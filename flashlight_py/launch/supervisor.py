@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from flashlight_py import system
 from flashlight_py.launch.failures import Failure, first_cause
-from flashlight_py.launch.loop import HARMLESS, Poll
+from flashlight_py.launch.loop import HARMLESS, SIGCONT, SIGKILL, SIGPIPE, Poll
 from flashlight_py.launch.output import RankOutput
 
 # Ranks that wait for a failed rank may report an error before the failed rank does.
@@ -108,7 +108,7 @@ class Supervisor:
 
     def on_lost_output(self) -> None:
         if not self.is_ending:
-            self.interrupted = signal.SIGPIPE
+            self.interrupted = SIGPIPE
             self.end(signal.SIGTERM)
 
     def on_signal(self, number: signal.Signals) -> None:
@@ -127,7 +127,7 @@ class Supervisor:
         self.is_ending = True
         self._cause_until, self._kill_at = math.inf, system.monotonic() + self._grace
         self._send(number)
-        self._send(signal.SIGCONT)  # a stopped process would not handle the signal
+        self._send(SIGCONT)  # a stopped process would not handle the signal
 
     def _check_times(self) -> None:
         now = system.monotonic()
@@ -135,7 +135,7 @@ class Supervisor:
             self.end(signal.SIGTERM)
         if now >= self._kill_at:
             self._kill_at = math.inf
-            self._send(signal.SIGKILL)
+            self._send(SIGKILL)
         if now >= self._report_at:
             self._report_at = math.inf
             if self._say is not None and (ranks := sorted(self._running)) and not self.is_ending:

@@ -7,7 +7,6 @@ reserves an entry, too, but its data is a ``Record`` in ``Ring.notes``.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import weakref
 from collections import Counter, deque
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from flashlight_py import system
 from flashlight_py._native import codes
 from flashlight_py._native.codes import DTYPES
 from flashlight_py.distributed.calls.call import Call
@@ -404,4 +404,4 @@ def _forget_in_child() -> None:
     _made.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+system.register_at_fork(after_in_child=_forget_in_child)

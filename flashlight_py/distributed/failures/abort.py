@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
+from flashlight_py import system
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.tracebacks import folded, is_full
 
@@ -43,7 +44,7 @@ def _abandon_in_child() -> None:
     _open.clear()
 
 
-os.register_at_fork(after_in_child=_abandon_in_child)
+system.register_at_fork(after_in_child=_abandon_in_child)
 
 
 class _Hooks:

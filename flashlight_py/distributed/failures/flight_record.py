@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import fcntl
 import json
 import logging
 import math
@@ -136,7 +135,7 @@ def _age(folder: Path) -> float | None:
         status = folder.lstat()
     except FileNotFoundError:
         return None
-    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == system.user_id()
     return system.wall_clock() - status.st_mtime if is_own else None
 
 
@@ -290,11 +289,9 @@ class Watchdog:
         self._lock = system.RLock()
         self._others = OtherRecords(flight)
         with contextlib.ExitStack() as undo:
-            self._reader, self._writer = _pipe(os.O_CLOEXEC | os.O_NONBLOCK, undo)
-            with suppress(OSError):  # the pipe limit of this user is lower
-                fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-            self._stopping, self._stop = _pipe(os.O_CLOEXEC, undo)
-            self._answers_signal = _register_signal(signal.SIGUSR1, self._writer)
+            self._reader, self._writer = _pipe(undo)
+            self._stopping, self._stop = _pipe(undo)
+            self._answers_signal = _answer_sigusr1(self._reader, self._writer)
             undo.callback(self.release_signal)
             self._thread = system.Thread(target=self._run, name="flashlight-watchdog", daemon=True)
             resources = undo.pop_all()
@@ -381,24 +378,34 @@ class Watchdog:
         return text.decode(errors="replace")
 
 
-def _pipe(flags: int, undo: contextlib.ExitStack) -> tuple[int, int]:
-    ends = system.pipe2(flags)
+def _pipe(undo: contextlib.ExitStack) -> tuple[int, int]:
+    ends = system.pipe()
     for end in ends:
         undo.callback(system.close, end)
     return ends
 
 
-def _register_signal(number: signal.Signals, file: int) -> bool:
-    """Let faulthandler write the stacks to ``file`` at the signal ``number``. Return success.
+def _answer_sigusr1(reader: int, writer: int) -> bool:
+    """Let faulthandler write the stacks to the pipe at SIGUSR1. Return success.
 
-    If the program already handles the signal, return False. A handler that MPICH has installed is
-    no obstacle: it is called after faulthandler.
+    If the program already handles the signal, or on Windows, return False. A handler that MPICH has
+    installed is no obstacle: it is called after faulthandler.
     """
+    if not hasattr(signal, "SIGUSR1"):
+        return False
+    for end in (reader, writer):
+        system.set_blocking(end, False)
+    if system.IS_LINUX:
+        import fcntl
+
+        with suppress(OSError):  # the pipe limit of this user is lower
+            fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    number = signal.SIGUSR1
     handler = _handler(number)
     by_mpi = "mpi4py" in sys.modules and system.getsignal(number) is signal.SIG_DFL
     if handler != signal.SIG_DFL and not (by_mpi and handler != signal.SIG_IGN):
         return False
-    faulthandler.register(number, file, all_threads=True, chain=handler != signal.SIG_DFL)
+    faulthandler.register(number, writer, all_threads=True, chain=handler != signal.SIG_DFL)
     return True
 
 
@@ -427,7 +434,7 @@ def stop(is_child: bool = False) -> None:
         watchdog.stop(is_child)
 
 
-os.register_at_fork(after_in_child=partial(stop, is_child=True))
+system.register_at_fork(after_in_child=partial(stop, is_child=True))
 
 
 def dump(reason: str = "asked for") -> Path:

@@ -8,7 +8,6 @@ an operation is pending, for which other ranks may wait. A shutdown closes all g
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from flashlight_py import system
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed.backend import Backend, EntryPoints, dropped, left_to_python
 from flashlight_py.distributed.calls.call import Call
@@ -332,7 +332,7 @@ def _forget_in_child() -> None:
     _watched.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+system.register_at_fork(after_in_child=_forget_in_child)
 
 
 _world: Membership | None = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -56,6 +55,8 @@ class MemoryFile:
         if named:
             _remove_orphans()
             self.path = str(DIRECTORY / name)
+            import fcntl  # Windows lacks it
+
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
             self.fd = os.open(self.path, flags, 0o600)
             fcntl.flock(self.fd, fcntl.LOCK_SH)  # locked while a process has it open
@@ -86,6 +87,8 @@ def open_memory(path: str) -> Iterator[int]:
 
 def _remove_orphans() -> None:
     """Remove files of this user whose processes died before all ranks had mapped them."""
+    import fcntl
+
     for path in DIRECTORY.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime <= _YOUNG:

@@ -13,11 +13,10 @@ import itertools
 import json
 import logging
 import math
-import os
+import socket
 from collections.abc import Iterable
 from functools import cached_property, partial
 from selectors import EVENT_READ, EVENT_WRITE
-from socket import AF_UNIX, SOCK_STREAM
 
 from flashlight_py import system
 from flashlight_py.distributed.rendezvous import store, wire
@@ -248,7 +247,7 @@ class Gate(abc.ABC):
             f"the secrets differ: a process on {host}, as rank {greeting.rank} ({greeting.peer}), "
             f"has another secret than rank 0, whose secret comes from {self._secret.source}"
         )
-        if user == os.geteuid() and self._round == 0 and not self._verdict:
+        if user == system.user_id() and self._round == 0 and not self._verdict:
             raise self._disagreement(f"{reason}; {REMEDY}", greeting.rank, candidate)
         if host not in self._rejected_hosts and len(self._rejected_hosts) < _MAX_NAMED:
             self._rejected_hosts.add(host)
@@ -278,7 +277,7 @@ class Gate(abc.ABC):
         is_first = self._round == 0  # in later rounds the address of rank 0 is known
         waiting = store.Waiting(f"rendezvous at {point.name}")
         speaks_from = system.monotonic()
-        has_speaker = point.is_tree and bool(point.local_rank)
+        has_speaker = point.is_tree and system.IS_LINUX and bool(point.local_rank)
         if has_speaker and not self._loss:
             speaks_from += min(store.FIRST_SECONDS, point.timeout / 8)
         try:
@@ -390,9 +389,10 @@ class Gate(abc.ABC):
     def _become_speaker(self, secret: Secret) -> None:
         """Listen for other ranks of this host, unless another rank already listens for them."""
         self._secret = secret
-        if self._is_speaker or not self._point.is_tree or self._point.local_rank is None:
+        needs_none = self._point.local_rank is None or not system.IS_LINUX
+        if self._is_speaker or not self._point.is_tree or needs_none:
             return
-        listener = system.Socket(AF_UNIX, SOCK_STREAM)
+        listener = system.Socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(self._local_socket_name(secret))
             listener.listen(self._backlog)

@@ -32,7 +32,7 @@ REMEDY = (
     "MASTER_SECRET=$(openssl rand -hex 32)"
 )
 # O_NONBLOCK: opening a FIFO must not block before fstat detects it.
-FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK"))
 
 
 def nonce() -> bytes:
@@ -105,7 +105,7 @@ def private_folder(environ: Mapping[str, str]) -> Path:
 
     Raises RendezvousError if other users may read or write the folder.
     """
-    user = os.geteuid()
+    user = system.user_id()
     for name in (environ.get("XDG_RUNTIME_DIR"), f"/run/user/{user}"):
         if name and os.path.isabs(name) and not _folder_problem(Path(name)):
             return Path(name)
@@ -130,9 +130,11 @@ def _folder_problem(path: Path) -> str:
 
 
 def _ownership_problem(status: os.stat_result, is_kind: Any) -> str:
-    if not is_kind(status.st_mode) or status.st_uid != os.geteuid():
+    if not is_kind(status.st_mode) or status.st_uid != system.user_id():
         return "belongs to another user or is a link"
-    return "may be read by other users" if status.st_mode & 0o077 else ""
+    # On Windows, the mode says nothing, and other users cannot read the temporary folder.
+    is_public = status.st_mode & 0o077 and hasattr(os, "geteuid")
+    return "may be read by other users" if is_public else ""
 
 
 def create_private(file: Path, content: bytes) -> None:

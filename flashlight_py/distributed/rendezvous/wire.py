@@ -150,7 +150,7 @@ class Connection:
 
     def __init__(self, wire: system.Socket) -> None:
         try:
-            self.is_local = wire.family == socket.AF_UNIX
+            self.is_local = wire.family == getattr(socket, "AF_UNIX", None)
             ends = wire.getpeername(), wire.getsockname()
             if self.is_local:
                 ends = _LOCAL_ENDS, _LOCAL_ENDS
@@ -183,12 +183,14 @@ class Connection:
             interval = max(1, int(host_timeout / _PROBES))
             self.wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in (
-                (socket.TCP_KEEPIDLE, interval),
-                (socket.TCP_KEEPINTVL, interval),
-                (socket.TCP_KEEPCNT, _PROBES),
-                (socket.TCP_USER_TIMEOUT, int(host_timeout * 1000)),
+                ("TCP_KEEPIDLE", interval),
+                ("TCP_KEEPALIVE", interval),  # macOS calls TCP_KEEPIDLE so
+                ("TCP_KEEPINTVL", interval),
+                ("TCP_KEEPCNT", _PROBES),
+                ("TCP_USER_TIMEOUT", int(host_timeout * 1000)),  # only Linux
             ):
-                self.wire.setsockopt(socket.IPPROTO_TCP, option, value)
+                if hasattr(socket, option):
+                    self.wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def send(self, kind: Kind, body: bytes, deadline: float = 0.0) -> bool:
         """Queue a message and call ``flush``; return the result of ``flush``."""

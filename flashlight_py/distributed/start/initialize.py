@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlight_py import _native, errors
-from flashlight_py.cores import fair_share
+from flashlight_py.cores import affinity, fair_share
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.calls.call import SHUTDOWN, Call
 from flashlight_py.distributed.constants import DistributedInit
@@ -243,7 +242,7 @@ def exchange_facts(new: NewWorld) -> None:
     """
     store = new.store
     host = host_identity()
-    bits = sum(1 << core for core in os.sched_getaffinity(0))
+    bits = sum(1 << core for core in affinity())
     job = flight_record.new_job() if store.rank == 0 else ""
     own_facts = [host, job, f"{bits:x}", nonce().hex(), this_process(), own_addresses()]
     texts = store.exchange(json.dumps(own_facts).encode())

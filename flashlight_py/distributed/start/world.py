@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from flashlight_py import system
 from flashlight_py.checks import check_integer
 from flashlight_py.device import cuda
 from flashlight_py.distributed.api.group import ProcessGroup
@@ -78,7 +78,7 @@ def _forget_in_child() -> None:
     set_world(None)
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+system.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_distributed_init() -> bool:
