@@ -14,10 +14,18 @@ _RTLD_DI_LINKMAP = 2
 
 
 def loaded_libraries(name: str) -> Iterator[ctypes.CDLL]:
-    """Yield the loaded libraries whose file names contain ``name``, NumPy's libraries first."""
+    """Yield the loaded libraries whose file names contain ``name``, NumPy's libraries first.
+
+    Yield nothing on macOS and Windows, which have no dlinfo(3).
+    """
     # dl_iterate_phdr(3) could deadlock: its callback has the loader's lock and needs the GIL.
-    paths, link, process = set[str](), ctypes.c_void_p(), ctypes.CDLL(None)
-    process.dlinfo(ctypes.c_void_p(process._handle), _RTLD_DI_LINKMAP, ctypes.byref(link))
+    paths, link = set[str](), ctypes.c_void_p()
+    try:
+        process = ctypes.CDLL(None)
+        dlinfo = process.dlinfo
+    except (AttributeError, TypeError):
+        return
+    dlinfo(ctypes.c_void_p(process._handle), _RTLD_DI_LINKMAP, ctypes.byref(link))
     address = link.value
     while address:  # fields of struct link_map: address, name, section, next
         _, text, _, address = (ctypes.c_void_p * 4).from_address(address)

@@ -30,7 +30,12 @@ from flashlight_py.distributed.failures.flight_record import dump, read_fields
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.membership import Membership, members_of, world_fast
 from flashlight_py.distributed.memory.memory_file import DIRECTORY as SHARED_FOLDER
-from flashlight_py.distributed.memory.memory_file import made_together
+from flashlight_py.distributed.memory.memory_file import (
+    MemoryFile,
+    made_together,
+    open_memory,
+    process_space,
+)
 from flashlight_py.distributed.memory.memory_room import reserve as reserve_memory
 from flashlight_py.distributed.memory.memory_room import shared_arrays
 from flashlight_py.distributed.reducers.hook import CommunicationHook, check_hook

@@ -264,9 +264,9 @@ class Worker:
     """A new process that calls ``fn(*args)(link)``. It is a fresh interpreter in no world.
 
     ``name`` consists of the operation for errors, the number of this worker, and the number of
-    workers. The process ends with this process; Ctrl-C does not reach it. It inherits
-    ``descriptors``, and ``variables`` are added to its environment. The constructor does not wait
-    for the start. All methods raise RankFailedError after the process has ended.
+    workers. The process ends with this process; Ctrl-C does not reach it. ``variables`` are added
+    to its environment. The constructor does not wait for the start. All methods raise
+    RankFailedError after the process has ended.
 
     Raises:
         TypeError: If ``fn`` or ``args`` cannot be pickled.
@@ -279,7 +279,6 @@ class Worker:
         name: tuple[str, int, int],
         fn: Callable[..., object],
         args: Sequence[Any],
-        descriptors: Sequence[int],
         variables: Mapping[str, str],
     ) -> None:
         self._operation, self.number, self._count = name
@@ -293,7 +292,7 @@ class Worker:
                     env={**unranked(os.environ), **variables},
                     stdin=link.stdin,
                     start_new_session=True,
-                    pass_fds=[*link.descriptors, *descriptors],
+                    pass_fds=link.descriptors,
                     bufsize=0,
                 )
 

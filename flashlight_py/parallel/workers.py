@@ -29,7 +29,14 @@ from flashlight_py.autograd.variable import record, record_in_order
 from flashlight_py.cores import check_processes, thread_variables, usable_cores
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed import get_local_size
-from flashlight_py.distributed.internal import blas, check_integer, reserve_memory
+from flashlight_py.distributed.internal import (
+    MemoryFile,
+    blas,
+    check_integer,
+    open_memory,
+    process_space,
+    reserve_memory,
+)
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps, main_can_be_imported
@@ -80,11 +87,15 @@ def array_of(part: Part) -> Array:
 
 
 class WorkerMemory:
-    """Anonymous shared memory that grows as needed; workers inherit its descriptor ``fd``."""
+    """Shared memory that grows as needed. Workers open the ``path`` of the parent's object."""
 
-    def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.memfd_create("flashlight workers") if fd is None else fd
-        os.set_inheritable(self.fd, False)
+    def __init__(self, path: str = "") -> None:
+        if path:
+            with open_memory(path) as fd:
+                self.fd, self.path, self._end = os.dup(fd), path, None
+        else:
+            file = MemoryFile(named=not process_space())
+            self.fd, self.path, self._end = file.fd, file.path, file.close
         self._map: mmap.mmap | None = None
 
     def put(self, arrays: Iterable[Array]) -> list[ArrayLayout]:
@@ -112,17 +123,20 @@ class WorkerMemory:
         return arrays
 
     def close(self) -> None:
-        os.close(self.fd)
         self._map = None
+        if self._end:
+            self._end()
+        else:
+            os.close(self.fd)
 
 
 class WorkerShare:
     """The module in worker ``number``: its parameters in shared memory, and its stored graphs."""
 
     def __init__(
-        self, takes_output: bool, number: int, fds: Sequence[int], params: Any, grads: Any
+        self, takes_output: bool, number: int, paths: Sequence[str], params: Any, grads: Any
     ) -> None:
-        model, self._box = map(WorkerMemory, fds)
+        model, self._box = map(WorkerMemory, paths)
         self._params = [Variable(array) for array in model.views(params)]
         for param, grad in zip(self._params, model.views(grads), strict=True):
             param.buffer = grad
@@ -298,10 +312,10 @@ class Team:
             self._views, *self._grads = map(model.views, sets)
             self.holds(self._params)
             for number, box in enumerate(self._boxes, 1):
-                name, fds = (WHAT, number, count + 1), (model.fd, box.fd)
+                name, paths = (WHAT, number, count + 1), (model.path, box.path)
                 # If stdout is replaced, as in a notebook, output of workers must be sent back.
-                args = sys.stdout is not sys.__stdout__, number, fds, sets[0], sets[number]
-                resources.workers.append(Worker(name, WorkerShare, args, fds, variables))
+                args = sys.stdout is not sys.__stdout__, number, paths, sets[0], sets[number]
+                resources.workers.append(Worker(name, WorkerShare, args, variables))
             for worker in resources.workers:
                 worker.wait_for_start()
             resources.limited += blas.limit_each(max(1, cores // (count + 1)))

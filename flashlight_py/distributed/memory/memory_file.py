@@ -14,15 +14,26 @@ import json
 import os
 import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+from flashlight_py import system
 from flashlight_py.distributed.rendezvous.store import Store, boot_id_and_namespace
 from flashlight_py.errors import DistributedError, OutOfMemoryError, UnavailableEverywhereError
 
-DIRECTORY = Path("/dev/shm")
+DIRECTORY = Path("/dev/shm" if system.IS_LINUX else tempfile.gettempdir())
+# O_TEMPORARY of Windows removes the file when no process has it open. Other systems have locks.
+_FLAGS = os.O_RDWR | sum(
+    getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY", "O_TEMPORARY")
+)
 _PREFIX = "flashlight-"
 # Age in seconds at which a file without a lock is removed. A newer file may get its lock soon.
 _YOUNG = 60.0
@@ -55,11 +66,9 @@ class MemoryFile:
         if named:
             _remove_orphans()
             self.path = str(DIRECTORY / name)
-            import fcntl  # Windows lacks it
-
-            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-            self.fd = os.open(self.path, flags, 0o600)
-            fcntl.flock(self.fd, fcntl.LOCK_SH)  # locked while a process has it open
+            self.fd = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+            if fcntl:
+                fcntl.flock(self.fd, fcntl.LOCK_SH)  # locked while a process has it open
         else:
             self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
             os.fchmod(self.fd, 0o600)
@@ -74,11 +83,11 @@ class MemoryFile:
 @contextlib.contextmanager
 def open_memory(path: str) -> Iterator[int]:
     """Open the file of another process. Raise OSError if it is missing or of another user."""
-    without_links = 0 if path.startswith("/proc/") else os.O_NOFOLLOW
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | without_links)
+    is_link = path.startswith("/proc/")
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC if is_link else _FLAGS)
     try:
         status = os.fstat(fd)
-        if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+        if status.st_uid != system.user_id() or not stat.S_ISREG(status.st_mode):
             raise PermissionError(f"{path} is not a file of this user")
         yield fd
     finally:
@@ -87,9 +96,7 @@ def open_memory(path: str) -> Iterator[int]:
 
 def _remove_orphans() -> None:
     """Remove files of this user whose processes died before all ranks had mapped them."""
-    import fcntl
-
-    for path in DIRECTORY.glob(f"{_PREFIX}*"):
+    for path in DIRECTORY.glob(f"{_PREFIX}*") if fcntl else ():
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime <= _YOUNG:
                 continue

@@ -99,14 +99,21 @@ def reserve(fd: int, nbytes: int, purpose: str) -> None:
     Without this, the kernel could kill a process that writes to the file. Raises MemoryError like
     ``require_memory``, and OSError if the file system is too small. The file then does not change.
     """
-    before, system = os.fstat(fd).st_size, os.fstatvfs(fd)
-    capacity = system.f_bavail * system.f_frsize if system.f_blocks else nbytes
-    if nbytes - before > capacity:
-        raise OSError(errno.ENOSPC, f"{purpose}: {nbytes:,} bytes are needed, {capacity:,} free")
+    before = os.fstat(fd).st_size
+    if hasattr(os, "fstatvfs"):
+        system = os.fstatvfs(fd)
+        free = system.f_bavail * system.f_frsize if system.f_blocks else nbytes
+        if nbytes - before > free:
+            raise OSError(errno.ENOSPC, f"{purpose}: {nbytes:,} bytes are needed, {free:,} free")
     try:
         for start in range(before, nbytes, _CHUNK_BYTES):
             require_memory(nbytes - start, purpose)
-            os.posix_fallocate(fd, start, min(_CHUNK_BYTES, nbytes - start))
+            count = min(_CHUNK_BYTES, nbytes - start)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, start, count)
+            else:
+                os.lseek(fd, start, os.SEEK_SET)
+                os.write(fd, bytes(count))
     except BaseException:
         os.ftruncate(fd, before)
         raise

@@ -8,6 +8,7 @@ Only Python code notices the change: paths, processes and the C library remain t
 
 import ctypes
 import multiprocessing.connection
+import multiprocessing.shared_memory
 import multiprocessing.spawn
 import os
 import platform
@@ -18,11 +19,12 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
-import numpy as np
 import numpy.testing
 
+LOADED = multiprocessing, numpy, platform, tempfile
 PLATFORM = os.environ["WITHOUT_LINUX"]
 IS_WINDOWS = PLATFORM == "win32"
 
@@ -44,13 +46,13 @@ WINDOWS = {
     "getloadavg O_CLOEXEC O_NOFOLLOW O_NONBLOCK O_DIRECTORY nice uname WIFEXITED",
     select: "poll",
     selectors: "PollSelector",
-    signal: "SIGHUP SIGQUIT SIGUSR1 SIGUSR2 SIGKILL SIGCHLD SIGALRM SIGCONT SIGSTOP SIGPIPE SIGTSTP "
-    "pthread_sigmask pthread_kill setitimer getitimer ITIMER_REAL alarm pause SIG_SETMASK "
+    signal: "SIGHUP SIGQUIT SIGUSR1 SIGUSR2 SIGKILL SIGCHLD SIGALRM SIGCONT SIGSTOP SIGPIPE "
+    "SIGTSTP pthread_sigmask pthread_kill setitimer getitimer ITIMER_REAL alarm pause SIG_SETMASK "
     "SIG_BLOCK SIG_UNBLOCK SIGTTIN SIGTTOU SIGBUS sigpending sigwait siginterrupt",
     socket: "AF_UNIX send_fds recv_fds SCM_RIGHTS",
 }
 UNIX_MODULES = ("fcntl", "grp", "pwd", "resource", "syslog", "termios", "tty")
-LINUX_C = {"prctl", "process_vm_readv", "process_vm_writev", "memfd_create", "pidfd_open"}
+LINUX_C = {"prctl", "process_vm_readv", "process_vm_writev", "memfd_create", "pidfd_open", "dlinfo"}
 
 
 def remove(table: dict[Any, str]) -> None:
