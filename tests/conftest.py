@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 
 from flashlight_py import random
+from flashlight_py.testing.ranks import HAS_FORK
 from tests.distributed import harness, leftovers
 from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import RankPool
@@ -39,7 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Ranks that fail intentionally write no flight records. Tests of flight records enable them.
     os.environ["FLASHLIGHT_TRACE_DIR"] = ""
     # Before the collection, which may load CUDA: a process that uses it must not be forked.
-    harness.start_server()
+    if HAS_FORK:
+        harness.start_server()
 
 
 @pytest.fixture(scope="session", autouse=True)

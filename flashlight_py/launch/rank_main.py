@@ -94,14 +94,16 @@ def _received() -> tuple[Any, Connection, bytes]:
     os.close(nothing)
     port, key, authkey, length = pickle.load(pipe)
     file = io.BytesIO(pipe.read(length))
-    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
+    threading.Thread(target=end_with, args=(pipe,), daemon=True).start()
     link = Connection(socket.create_connection(("127.0.0.1", port)).detach())
     link.send_bytes(key)
     return file, link, authkey
 
 
-def _end_with(pipe: IO[bytes]) -> None:
-    pipe.read()  # until the parent has ended
+def end_with(pipe: IO[bytes] | Connection) -> None:
+    """End this process at the end of ``pipe``, when the other process has ended."""
+    with suppress(OSError):
+        os.read(pipe.fileno(), 1)
     os._exit(1)
 
 

@@ -297,11 +297,11 @@ class Worker:
                 )
 
             is_main = threading.get_native_id() == os.getpid()  # in a greenlet, too
-            self._process = start() if is_main or IS_PORTABLE else _start_in_thread(start)
-        link.on_start(self._process)
+            self.process = start() if is_main or IS_PORTABLE else _start_in_thread(start)
+        link.on_start(self.process)
 
     @cached_property
-    def _link(self) -> Connection:
+    def link(self) -> Connection:
         return self._new_link.connect()
 
     def wait_for_start(self) -> None:
@@ -313,13 +313,13 @@ class Worker:
     def send(self, message: object) -> None:
         """Send ``message``. A long message blocks until the worker reads it."""
         try:
-            self._link.send(message)
+            self.link.send(message)
         except ConnectionError:
             raise self._exit_error() from None
 
     def receive(self) -> Any:
         try:
-            return self._link.recv()
+            return self.link.recv()
         except (EOFError, ConnectionError):
             raise self._exit_error() from None
 
@@ -329,15 +329,15 @@ class Worker:
 
     def end(self) -> None:
         """Kill the process and the processes that it started; block until it has ended."""
-        if self._process.returncode is None:  # its pid cannot be reused before it is reaped
-            signal_group(self._process.pid, SIGKILL)
-            self._process.wait()
-        if self._process.stdin:
-            self._process.stdin.close()
-        self._link.close()
+        if self.process.returncode is None:  # its pid cannot be reused before it is reaped
+            signal_group(self.process.pid, SIGKILL)
+            self.process.wait()
+        if self.process.stdin:
+            self.process.stdin.close()
+        self.link.close()
 
     def _exit_error(self) -> RankFailedError:
-        code = await_end(self._process)
+        code = await_end(self.process)
         error = self.error(describe_exit(code))
         error.exit_code = code
         return error

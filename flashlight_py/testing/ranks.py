@@ -1,6 +1,7 @@
 """Ranks that are forked from this process, so that a start takes milliseconds.
 
-A ``ForkServer`` is a copy of this process that forks ranks. ``Ranks`` runs a task on every rank and
+A ``ForkServer`` is a copy of this process that forks ranks. Without fork, as on Windows, a
+``SpawnedRank`` is a new interpreter, like a worker. ``Ranks`` runs a task on every rank and
 returns the outcomes. A task is a function and its arguments, which are sent by pickle. The first
 argument of the function is the rank.
 """
@@ -13,27 +14,33 @@ import faulthandler
 import gc
 import os
 import pickle
-import resource
 import signal
-import socket
+import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from functools import cached_property, partial
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from flashlight_py.launch.failures import Failure, describe_exit
-from flashlight_py.launch.rank_main import kill_if_parent_ends
+from flashlight_py.launch.loop import IS_PORTABLE, SIGKILL
+from flashlight_py.launch.rank_main import end_with, kill_if_parent_ends
+from flashlight_py.launch.ranks import signal_group
+from flashlight_py.launch.spawning import Worker
 
-STUCK_SIGNAL = signal.SIGUSR2  # raises RankStuckError in a rank that runs a task
+HAS_FORK = hasattr(os, "fork")
+# Raises RankStuckError in a rank that runs a task. On Windows, any signal would end the rank.
+STUCK_SIGNAL = signal.SIGUSR2 if HAS_FORK else SIGKILL
 # Signals to a rank that has not answered, and the seconds until the next signal. SIGABRT prints the
 # stacks of its threads.
 _ENDING_SECONDS = 5.0
-_ENDINGS = ((STUCK_SIGNAL, 1.0), *((k, _ENDING_SECONDS) for k in (signal.SIGABRT, signal.SIGKILL)))
-_LONGEST_PLAN = 1 << 17  # bytes, mostly of an environment
+_ENDINGS = ((STUCK_SIGNAL, 1.0), *((k, _ENDING_SECONDS) for k in (signal.SIGABRT, SIGKILL)))
 _OUTPUT_LINES = 60
 
 
@@ -78,7 +85,7 @@ class ForkServer:
 
     def __init__(self, prepare: Callable[[], object] = gc.collect) -> None:
         sys.stdout.flush()  # otherwise each rank could print the buffered text again
-        self._channel, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel, other_end = Pipe()
         with warnings.catch_warnings(), other_end:
             # Python warns of any other thread. Those of BLAS libraries survive a fork.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -93,65 +100,107 @@ class ForkServer:
         Without ``log`` it uses the standard streams of this process. Raises ConnectionError if the
         server has ended.
         """
-        pairs = socket.socketpair(), socket.socketpair()
-        ends = [pair[1].detach() for pair in pairs]
-        socket.send_fds(self._channel, [pickle.dumps((rank, dict(env), log))], ends)
-        for end in ends:
-            os.close(end)
+        self._channel.send((rank, dict(env), log))
+        ends = list[Connection]()
+        for own_end, other_end in (Pipe(), Pipe()):
+            with other_end:
+                send_handle(self._channel, other_end.fileno(), self.pid)
+            ends.append(own_end)
         log = log or Path(os.devnull)
         log.touch()
-        link, status = (Connection(pair[0].detach()) for pair in pairs)
-        return Rank(link, status, log)
+        return Rank(*ends, log)
 
     def close(self) -> None:
         self._channel.close()
         os.waitpid(self.pid, 0)
 
 
-def _serve(channel: socket.socket, prepare: Callable[[], object]) -> None:
+def _serve(channel: Connection, prepare: Callable[[], object]) -> None:
     """Fork a rank for each plan that arrives, and send its exit code."""
     os.setsid()  # Ctrl-C interrupts only the process that uses the ranks
     atexit._clear()  # the handlers of the original process
     prepare()
     gc.freeze()  # a collection in a rank would copy every shared page
-    running: dict[Any, tuple[int, Connection]] = {}
+    running: dict[int, Connection] = {}
+    woken, wakes = Pipe(duplex=False)  # readable after the end of a rank
+    os.set_blocking(wakes.fileno(), False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+    life, own_life = Pipe(duplex=False)  # readable after the end of this process
     while True:
-        for ready in wait([channel, *running]):
-            if ready is not channel:
-                pid, status = running.pop(ready)
-                os.close(ready)  # type: ignore[arg-type]
-                with status, contextlib.suppress(BrokenPipeError):  # the receiver may have ended
-                    status.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                continue
-            plan, fds, *_ = socket.recv_fds(channel, _LONGEST_PLAN, 2)
-            if not plan:
-                return
-            link, status = Connection(fds[0]), Connection(fds[1])
-            if (pid := os.fork()) == 0:
-                for end in (channel, status, *(other for _, other in running.values())):
-                    end.close()  # type: ignore[attr-defined]
-                for descriptor in running:
-                    os.close(descriptor)
-                _exit_after(_become_rank, os.getppid(), link, *pickle.loads(plan))
-            link.close()
-            status.send(pid)
-            running[os.pidfd_open(pid)] = pid, status
+        if woken in wait([channel, woken]):
+            os.read(woken.fileno(), 4096)
+            for pid, status in list(running.items()):
+                ended, code = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    del running[pid]
+                    with status, contextlib.suppress(BrokenPipeError):  # the receiver has ended
+                        status.send(os.waitstatus_to_exitcode(code))
+        if not channel.poll():
+            continue
+        try:
+            plan = channel.recv()
+        except EOFError:
+            return
+        link, status = (Connection(recv_handle(channel)) for _ in range(2))
+        if (pid := os.fork()) == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for end in (channel, woken, wakes, own_life, status, *running.values()):
+                end.close()
+            _exit_after(_become_rank, os.getppid(), life, link, *plan)
+        link.close()
+        status.send(pid)
+        running[pid] = status
 
 
 def _become_rank(
-    server: int, link: Connection, rank: int, env: dict[str, str], log: Path | None
-) -> None:
-    kill_if_parent_ends(server)
+    server: int, life: Connection, link: Connection, rank: int, env: dict[str, str],
+    log: Path | None,
+) -> None:  # fmt: skip
+    if IS_PORTABLE:
+        threading.Thread(target=end_with, args=(life,), daemon=True).start()
+    else:
+        life.close()
+        kill_if_parent_ends(server)
     os.setsid()
+    _use_log(log)
+    os.environ.clear()
+    os.environ.update(env)
+    run_tasks(link, rank)
+
+
+def _use_log(log: Path | None) -> None:
     if log is not None:
         with log.open("ab") as output, open(os.devnull, "rb") as nothing:
             for descriptor, file in enumerate((nothing, output, output)):
                 os.dup2(file.fileno(), descriptor)
     for stream in (sys.stdout, sys.stderr):  # a rank that is killed has sent its last line
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.environ.clear()
-    os.environ.update(env)
-    run_tasks(link, rank)
+
+
+class SpawnedRank(Rank):
+    """A rank in a new interpreter, which may still start."""
+
+    def __init__(self, rank: int, env: Mapping[str, str], log: Path) -> None:
+        self._worker = Worker(("ranks", rank, rank + 1), _spawned_rank, (rank, log), env)
+        self.log, self.pid = log, self._worker.process.pid
+        log.touch()
+
+    @cached_property
+    def link(self) -> Connection:  # type: ignore[override]
+        self._worker.wait_for_start()
+        return self._worker.link
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._worker.process.wait(timeout)
+        return None
+
+
+def _spawned_rank(rank: int, log: Path) -> Callable[[Connection], None]:
+    _use_log(log)
+    return partial(run_tasks, rank=rank)
 
 
 def _exit_after(run: Callable[..., None], *args: Any) -> NoReturn:
@@ -174,7 +223,10 @@ def _exit_after(run: Callable[..., None], *args: Any) -> NoReturn:
 def run_tasks(link: Connection, rank: int) -> None:
     """Run the tasks that arrive on ``link``, and send their outcomes, until an empty message."""
     faulthandler.enable(all_threads=True)  # prints the stacks at SIGABRT
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     is_busy = False
 
     def stop(*_: object) -> None:
@@ -263,9 +315,11 @@ class Ranks:
     def kill(self) -> None:
         """Kill the process groups of all ranks, and wait for the ends of the ranks."""
         running = [rank.pid for rank in self._ranks if rank.wait(0.0) is None]
-        for target in (*(-group for group in self.groups), *running):
+        for group in self.groups if HAS_FORK else ():
+            signal_group(group, SIGKILL)
+        for pid in running:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(target, signal.SIGKILL)
+                os.kill(pid, SIGKILL)
         for rank in self._ranks:
             rank.wait()
             rank.link.close()

@@ -23,7 +23,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.internal import abort
 from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.testing import NUMBER
-from flashlight_py.testing.ranks import ForkServer, Outcome, Ranks
+from flashlight_py.testing.ranks import HAS_FORK, ForkServer, Outcome, Ranks
 
 END_SECONDS = 60.0  # for the teardown of fixtures after the last test
 GRACE_SECONDS = 1.0  # for the other ranks after the process of a rank has ended
@@ -158,6 +158,11 @@ class ForkedRanks:
     # In the process that reports
 
     def connect(self) -> None:
+        if not HAS_FORK:
+            raise pytest.UsageError(
+                "the mark ranks: expected a system with fork, got Windows. Run "
+                "mpirun -n N python -m pytest, or call fl.spawn in the test"
+            )
         self.folders.getbasetemp()  # before the fork, so that all ranks use this folder
         self.server = ForkServer(self.become_server)
 

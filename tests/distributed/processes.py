@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import signal
 import sys
 import threading
@@ -25,6 +24,8 @@ def process_state() -> tuple[int, int, Any, bool]:
 @contextlib.contextmanager
 def limit_descriptors(limit: int) -> Iterator[None]:
     """Close or avoid descriptors of ``limit`` or more in this process."""
+    import resource  # Windows lacks it
+
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     try:

@@ -82,4 +82,4 @@ class Everything(fl.nn.Module):
 
 def worker_pids(model: fl.DataParallel) -> set[int]:
     team = model._team
-    return set() if team is None else {worker._process.pid for worker in team._workers}
+    return set() if team is None else {worker.process.pid for worker in team._workers}

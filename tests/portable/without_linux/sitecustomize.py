@@ -31,7 +31,7 @@ IS_WINDOWS = PLATFORM == "win32"
 MACOS = {
     os: "eventfd getrandom memfd_create pidfd_open pipe2 posix_fallocate posix_fadvise waitid "
     "copy_file_range sched_getaffinity sched_setaffinity timerfd_create unshare setns splice "
-    "MFD_CLOEXEC P_PIDFD O_TMPFILE",
+    "MFD_CLOEXEC P_PIDFD",
     select: "epoll",
     selectors: "EpollSelector",
     signal: "pidfd_send_signal sigwaitinfo sigtimedwait SIGPWR SIGSTKFLT SIGPOLL SIGRTMIN SIGRTMAX",
