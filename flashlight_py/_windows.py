@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
+__all__ = ["Popen", "close", "pipe", "read", "send", "set_blocking"]
+
 _CHUNK = 1 << 16
 _LAST_SECONDS = 0.5  # seconds to wait for the output of an ended process: children may hold it
 

@@ -40,7 +40,8 @@ fstat, isatty, set_inheritable = os.fstat, os.isatty, os.set_inheritable
 environ, getpid, readlink, random_bytes = os.environ, os.getpid, os.readlink, os.urandom
 RLock, kill = threading.RLock, os.kill
 # None if the system lacks the function: macOS has no waitid before Python 3.13.
-waitid, killpg = getattr(os, "waitid", None), getattr(os, "killpg", None)
+waitid: Any = getattr(os, "waitid", None)
+killpg: Any = getattr(os, "killpg", None)
 set_blocking: Any = getattr(os, "set_blocking", None)
 register_at_fork: Any = getattr(os, "register_at_fork", lambda **functions: None)
 user_id = getattr(os, "geteuid", lambda: 0)  # os.stat returns 0 on Windows, too
@@ -55,7 +56,8 @@ class Thread(threading.Thread):
 
 
 signal, getsignal, set_wakeup_fd = _signal.signal, _signal.getsignal, _signal.set_wakeup_fd
-setitimer, getitimer = getattr(_signal, "setitimer", None), getattr(_signal, "getitimer", None)
+setitimer: Any = getattr(_signal, "setitimer", None)
+getitimer: Any = getattr(_signal, "getitimer", None)
 
 
 def __getattr__(name: str) -> Any:
@@ -70,8 +72,7 @@ def __getattr__(name: str) -> Any:
 if not hasattr(_select, "poll"):  # Windows, where selectors accept only sockets
     from flashlight_py import _windows
 
-    pipe, close, set_blocking = _windows.pipe, _windows.close, _windows.set_blocking
-    read, send, Popen = _windows.read, _windows.send, _windows.Popen  # type: ignore[misc]
+    globals().update({name: getattr(_windows, name) for name in _windows.__all__})
 
 # Constants of netdevice(7).
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913

@@ -28,6 +28,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.failures import Failure, describe_exit
 from flashlight_py.launch.loop import IS_PORTABLE, SIGKILL
 from flashlight_py.launch.rank_main import end_with, kill_if_parent_ends
@@ -75,6 +76,9 @@ class Rank:
             self._code = self._status.recv()
         return self._code
 
+    def close(self) -> None:
+        self.link.close()
+
 
 class ForkServer:
     """A copy of this process, made now, that forks ranks. ``prepare`` runs in the copy.
@@ -108,7 +112,7 @@ class ForkServer:
             ends.append(own_end)
         log = log or Path(os.devnull)
         log.touch()
-        return Rank(*ends, log)
+        return Rank(ends[0], ends[1], log)
 
     def close(self) -> None:
         self._channel.close()
@@ -189,8 +193,14 @@ class SpawnedRank(Rank):
 
     @cached_property
     def link(self) -> Connection:  # type: ignore[override]
-        self._worker.wait_for_start()
+        try:
+            self._worker.wait_for_start()
+        except RankFailedError as error:  # the link is at its end
+            self.log.write_text(str(error))
         return self._worker.link
+
+    def close(self) -> None:
+        self._worker.end()
 
     def wait(self, timeout: float | None = None) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -233,7 +243,8 @@ def run_tasks(link: Connection, rank: int) -> None:
         if is_busy:
             raise RankStuckError(rank)
 
-    signal.signal(STUCK_SIGNAL, stop)
+    if HAS_FORK:
+        signal.signal(STUCK_SIGNAL, stop)
     while task := link.recv_bytes():
         try:
             is_busy = True
@@ -322,4 +333,4 @@ class Ranks:
                 os.kill(pid, SIGKILL)
         for rank in self._ranks:
             rank.wait()
-            rank.link.close()
+            rank.close()

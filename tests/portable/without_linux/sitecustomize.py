@@ -6,7 +6,9 @@ of the standard library and NumPy are loaded first, because they select their co
 Only Python code notices the change: paths, processes and the C library remain those of Linux.
 """
 
+import asyncio
 import ctypes
+import io
 import multiprocessing.connection
 import multiprocessing.shared_memory
 import multiprocessing.spawn
@@ -24,7 +26,7 @@ from typing import Any
 
 import numpy.testing
 
-LOADED = multiprocessing, numpy, platform, tempfile
+LOADED = asyncio, multiprocessing, numpy, platform, tempfile
 PLATFORM = os.environ["WITHOUT_LINUX"]
 IS_WINDOWS = PLATFORM == "win32"
 
@@ -42,7 +44,7 @@ WINDOWS = {
     os: "fork forkpty killpg getpgid getpgrp setpgid setsid getsid getuid geteuid getgid getegid "
     "getgroups register_at_fork waitstatus sched_yield sysconf fchmod fchown chown lchown statvfs "
     "fstatvfs pread pwrite preadv pwritev sendfile mkfifo posix_spawn set_blocking get_blocking "
-    "WNOHANG WNOWAIT WEXITED P_ALL P_PID CLD_EXITED wait wait3 wait4 tcgetpgrp tcsetpgrp ttyname "
+    "WNOWAIT WEXITED P_ALL P_PID CLD_EXITED wait wait3 wait4 tcgetpgrp tcsetpgrp ttyname "
     "getloadavg O_CLOEXEC O_NOFOLLOW O_NONBLOCK O_DIRECTORY nice uname WIFEXITED",
     select: "poll",
     selectors: "PollSelector",
@@ -117,6 +119,7 @@ ctypes.CDLL.__getattr__ = without_linux_functions  # type: ignore[method-assign]
 selectors.DefaultSelector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 if IS_WINDOWS:
     remove(WINDOWS)
+    io._WindowsConsoleIO = type("", (), {})  # type: ignore[attr-defined]  # for pytest
     for unix_module in UNIX_MODULES:
         sys.modules[unix_module] = None  # type: ignore[assignment]  # an import raises ImportError
     ctypes.CDLL.__init__ = loaded  # type: ignore[method-assign]
