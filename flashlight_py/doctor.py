@@ -38,6 +38,8 @@ from flashlight_py.distributed.internal import SECRET_REMEDY, SHARED_FOLDER
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from flashlight_py.interfaces import addresses_of, interfaces, own_addresses, resolved
 from flashlight_py.launch.failures import Tail
+from flashlight_py.launch.loop import SIGKILL
+from flashlight_py.launch.ranks import signal_group
 
 _PACKAGES = {
     "ml_dtypes": ("bfloat16", "the dtype bfloat16"),
@@ -333,8 +335,7 @@ def outcome_of(command: Sequence[str], timeout: float) -> tuple[str, dict[str, A
                     process.wait(_GRACE_SECONDS)
                 return "", {}, f"did not end within {timeout:g} s"
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                signal_group(process.pid, SIGKILL)
     except OSError as error:
         return "", {}, str(error)
     facts, tail, last = dict[str, Any](), Tail(), "no output"
@@ -490,6 +491,6 @@ def _seconds(device: str, nbytes: int, times: int) -> float:
 
 
 if __name__ == "__main__":
-    if "--rank" not in sys.argv:
+    if "--rank" not in sys.argv and hasattr(signal, "SIGPIPE"):  # not on Windows
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may close the pipe
     sys.exit(main())

@@ -72,6 +72,8 @@ def read_durable(file: Path, expected: Content) -> Array:
 
 def sync_directory(directory: Path) -> None:
     """Block until the names in ``directory`` are on the disk."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows, which opens no folders
+        return
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

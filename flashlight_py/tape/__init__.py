@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flashlight_py import _native
+
 __all__ = ["capture"]
 
 
@@ -27,7 +29,8 @@ def capture(
 
     If modules, optimizers or hooks change, the step is recorded again. If the step reads a computed
     value (``float(loss)``, ``if``) or uses an array that is neither an argument nor named, it stays
-    eager: each call runs the Python code. One ``RuntimeWarning`` states the reason and the line.
+    eager: each call runs the Python code. One ``RuntimeWarning`` states the reason and the line. If
+    the native module was not built, the step stays eager, too, and a logged warning says so.
 
     With CuPy arrays, the second call is captured as a CUDA graph, which includes collectives.
     Before each call, the ranks compare their graphs, blocking. If graphs differ, the step runs
@@ -46,7 +49,6 @@ def capture(
     Raises:
         TypeError: If ``step`` is not callable, or if ``state`` contains an array.
         RuntimeError: If a call with ``check`` finds that a replay differs from the step.
-        BackendUnavailableError: If the native module was not built.
 
     Example:
         >>> weight = fl.param(np.ones(3))
@@ -61,8 +63,6 @@ def capture(
         >>> step.replays
         4
     """
-    from flashlight_py.tape.step import Captured  # loads native code
-
     if step is None:
         return functools.partial(capture, state=state, check=check)
     if not callable(step):
@@ -72,4 +72,15 @@ def capture(
         raise TypeError(
             "capture: state must have objects with arrays, got an array. Pass [[array]]"
         )
+    if _native.optional("tape", "captured steps stay eager, several times slower") is None:
+
+        @functools.wraps(step)
+        def eager(*args: Any, **options: Any) -> Any:
+            return step(*args, **options)
+
+        vars(eager).update(reason=_native.left_out("tape") or "the native module is missing")
+        vars(eager).update(replays=0)
+        return eager
+    from flashlight_py.tape.step import Captured  # loads native code
+
     return Captured(step, roots, check)

@@ -49,5 +49,6 @@ def _print_escaped(text: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may stop early, as head does
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may stop early, as head does
     sys.exit(main())
