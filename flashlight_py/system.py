@@ -116,8 +116,8 @@ def addresses() -> list[tuple[str, str, bool]]:
     if not IS_LINUX:
         entries = [("address", "127.0.0.1")]
         with suppress(OSError):  # the name has no address
-            found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-            texts = (str(address[0]) for *_, address in sorted(found))
+            answers = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+            texts = (str(address[0]) for *_, address in sorted(answers))
             entries += [("address", text) for text in texts if not text.startswith("fe80:")]
         return [(*entry, True) for entry in dict.fromkeys(entries)]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -6,7 +6,6 @@ import ctypes
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -124,7 +123,7 @@ class Loop(Poll):
         """
         self._children[process.pid] = process, callback
         if not SIGCHLD:
-            threading.Thread(target=self._wait_for, args=(process,), daemon=True).start()
+            system.Thread(target=self._wait_for, args=(process,), daemon=True).start()
         if is_helper:
             self._helpers[process.pid] = process
 

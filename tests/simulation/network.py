@@ -592,7 +592,6 @@ def network_of(world: World) -> dict[str, Any]:
         "set_blocking": set_blocking,
         "can_write": can_write,
         "pipe": pipe,
-        "pipe2": pipe,
         "fstat": fstat,
         "set_inheritable": lambda *_: None,
     }

@@ -387,7 +387,7 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
             for name, value in child.environ.items():
                 if value == str(number):  # it names an inherited descriptor
                     child.environ[name] = copied
-        return SimpleNamespace(pid=child.pid, returncode=None)
+        return SimpleNamespace(pid=child.pid, returncode=None, stdin=None)
 
     def waitid(_: int, __: int, options: int) -> SimpleNamespace | None:
         children = me().children
