@@ -69,10 +69,10 @@ class LoopbackLink:
     stdin, descriptors = subprocess.PIPE, list[int]()
 
     def __init__(self, folder: str, task: Any) -> None:
-        self._server, self._key = socket.create_server(("127.0.0.1", 0)), os.urandom(32)
+        self._server = socket.create_server(("127.0.0.1", 0))
         self._server.settimeout(_LOOK_SECONDS)
-        authkey = bytes(multiprocessing.current_process().authkey)
-        head = self._server.getsockname()[1], self._key, authkey, len(task)
+        self._key = bytes(multiprocessing.current_process().authkey)
+        head = self._server.getsockname()[1], self._key, len(task)
         self._content = pickle.dumps(head) + task
         self.command = _command(folder)
 
@@ -93,9 +93,10 @@ class LoopbackLink:
                 with suppress(OSError, EOFError):  # not yet, or not this process
                     wire, _ = self._server.accept()
                     wire.setblocking(True)
+                    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     link = Connection(wire.detach())
                     has_key = link.poll(_GREETING_SECONDS)
-                    if has_key and hmac.compare_digest(link.recv_bytes(32), self._key):
+                    if has_key and hmac.compare_digest(link.recv_bytes(len(self._key)), self._key):
                         return link
                     link.close()
         own_end, other_end = socket.socketpair()

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from flashlight_py import system
 from flashlight_py._version import __version__
 from flashlight_py.cores import MOST_RANKS, check_processes, usable_cores
 from flashlight_py.launch.loop import LOST_SECONDS, MOST_SECONDS
@@ -72,6 +73,8 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
     options = Options(*(getattr(namespace, name) for name in Options._fields))
     if namespace.standalone and hosts:
         parser.error("--standalone: expected no --hosts, got both. Remove one of them")
+    if hosts and not system.setitimer:
+        parser.error("--hosts: expected Linux or macOS, got Windows. Start each rank by hand")
     if len(hosts) > MOST_HOSTS:
         parser.error(f"--hosts: expected at most {MOST_HOSTS} hosts, got {len(hosts)}. {_REMEDY}")
     total = sum(slots for _, slots in hosts) if hosts else options.ranks

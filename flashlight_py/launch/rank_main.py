@@ -55,7 +55,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Write each line when it is complete, also to a pipe and if PYTHONUNBUFFERED is set.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    multiprocessing.current_process().authkey = authkey or link.recv_bytes()
+    authkey = link.recv_bytes() if authkey is None else authkey
+    multiprocessing.current_process().authkey = authkey
     try:
         fn, args, params = _load(task)
         result: Any = _call(fn, args, params, Path(folder)) if folder else fn(*args)
@@ -77,14 +78,14 @@ def main() -> None:
         link.recv_bytes()
 
 
-def _inherited(task: int, link: int, parent: int) -> tuple[Any, Connection, bytes]:
+def _inherited(task: int, link: int, parent: int) -> tuple[Any, Connection, None]:
     os.set_inheritable(link, False)  # the link must close when this process ends
     os.set_blocking(link, True)  # gevent in the parent makes sockets non-blocking
     kill_if_parent_ends(parent)
     # Mapped, because the ranks share the descriptor and therefore its file position.
     file = mmap.mmap(task, 0, prot=mmap.PROT_READ)
     os.close(task)
-    return file, Connection(link), b""
+    return file, Connection(link), None
 
 
 def _received() -> tuple[Any, Connection, bytes]:
@@ -92,12 +93,14 @@ def _received() -> tuple[Any, Connection, bytes]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    port, key, authkey, length = pickle.load(pipe)
+    port, key, length = pickle.load(pipe)
     file = io.BytesIO(pipe.read(length))
     threading.Thread(target=end_with, args=(pipe,), daemon=True).start()
-    link = Connection(socket.create_connection(("127.0.0.1", port)).detach())
+    wire = socket.create_connection(("127.0.0.1", port))
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link = Connection(wire.detach())
     link.send_bytes(key)
-    return file, link, authkey
+    return file, link, key
 
 
 def end_with(pipe: IO[bytes] | Connection) -> None:
