@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -132,6 +133,14 @@ def oracle() -> Iterator[Oracle]:
     torch_oracle = Oracle(interpreter(), "tests.nn.oracle")
     yield torch_oracle
     torch_oracle.close()
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """Return a folder that every user can write to, like /tmp; pytest's folders are private."""
+    with tempfile.TemporaryDirectory(prefix="public-") as name:
+        Path(name).chmod(0o1777)
+        yield Path(name)
 
 
 @pytest.fixture

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import flashlight_py as fl
 from tests.conftest import Pools
 from tests.distributed import leftovers
-from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import (
     RankPool,
     RanksFailedError,
@@ -29,15 +27,11 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def describe(rank: int, size: int, *args: object) -> tuple[object, ...]:
-    return (rank, size, *args)
+    return (rank, size, *args, os.environ["MY_RANK"])
 
 
 def process_id(rank: int, size: int) -> int:
     return os.getpid()
-
-
-def variable(rank: int, size: int, name: str) -> str:
-    return os.environ[name]
 
 
 def raise_on(rank: int, size: int, culprit: int) -> None:
@@ -71,8 +65,8 @@ def start_child(rank: int, size: int, own_session: bool) -> int:
     return subprocess.Popen(command, start_new_session=own_session).pid
 
 
-def start_child_and_hang(rank: int, size: int, file: str) -> None:
-    Path(file).write_text(str(start_child(rank, size, False)))
+def start_child_and_hang(rank: int, size: int, folder: str) -> None:
+    Path(folder, str(rank)).write_text(str(start_child(rank, size, False)))
     threading.Event().wait()
 
 
@@ -83,14 +77,10 @@ def interrupt_and_hang(rank: int, size: int, pid: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_results_are_in_rank_order(size: int) -> None:
-    expected = [(rank, size, "a", 2) for rank in range(size)]
-    assert run_ranks(describe, size, "a", 2, init=None) == expected
-
-
-def test_environment_may_depend_on_the_rank() -> None:
-    result = run_ranks(variable, 2, "MY_RANK", init=None, env=lambda rank: {"MY_RANK": f"r{rank}"})
-    assert result == ["r0", "r1"]
+def test_results_are_in_rank_order_and_the_environment_may_depend_on_the_rank(size: int) -> None:
+    expected = [(rank, size, "a", 2, f"r{rank}") for rank in range(size)]
+    env = lambda rank: {"MY_RANK": f"r{rank}"}  # noqa: E731
+    assert run_ranks(describe, size, "a", 2, init=None, env=env) == expected
 
 
 def test_error_shows_the_traceback_and_the_output_of_the_rank() -> None:
@@ -103,19 +93,14 @@ def test_error_shows_the_traceback_and_the_output_of_the_rank() -> None:
     assert "some words before the end" in text
 
 
-def test_deadline_shows_where_a_rank_hangs_and_kills_it() -> None:
+def test_deadline_shows_where_a_rank_hangs_and_kills_it_with_its_children(tmp_path: Path) -> None:
     with RankPool(2, init=None) as pool:
         pids = pool.run(process_id)
         with pytest.raises(RanksFailedError, match="did not answer before the deadline") as failure:
-            pool.run(hang_on, 0, deadline=0.5)
-        assert "in hang_on" in str(failure.value)
+            pool.run(start_child_and_hang, str(tmp_path), deadline=1.0)
+        assert "in start_child_and_hang" in str(failure.value)
+        pids += [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
         assert not any(is_alive(pid) for pid in pids)
-
-
-def test_deadline_kills_the_children_of_a_rank(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailedError):
-        run_ranks(start_child_and_hang, 1, str(tmp_path / "pid"), init=None, deadline=1.0)
-    assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.usefixtures("ctrl_c_is_raised")
@@ -172,14 +157,6 @@ def test_survivors_excludes_the_killed_rank() -> None:
         run_survivors(raise_on, 2, 0, 1, init=None)
 
 
-@pytest.mark.parametrize("word", ["a"])
-@on_ranks(("single", 1), ("shm", 2), fresh=True, env={"MY_WORD": "b"})
-def test_rank_tests_support_fixtures(rank: int, size: int, word: str, tmp_path: Path) -> None:
-    assert (rank, size) == (fl.get_world_rank(), fl.get_world_size())
-    assert (word, os.environ["MY_WORD"]) == ("a", "b")
-    assert tmp_path.is_dir()
-
-
 def test_outcomes_never_accept_a_stuck_rank() -> None:
     with pytest.raises(RanksFailedError, match="did not answer"):
         run_outcomes(hang_on, 2, 1, init=None, deadline=0.5)
@@ -205,11 +182,6 @@ def test_pool_keeps_its_processes_between_calls_and_replaces_broken_ones() -> No
 def test_pools_of_the_session_are_shared_by_world(pool: Pools) -> None:
     assert pool(1, init=None) is pool(1, init=None)
     assert pool(1, init=None) is not pool(1, init=None, env={"A": "1"})
-
-
-def test_mpirun_can_start_the_ranks() -> None:
-    pytest.importorskip("mpi4py")
-    assert run_ranks(describe, 2, init="mpi") == [(0, 2), (1, 2)]
 
 
 def test_leftover_process_is_found_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:

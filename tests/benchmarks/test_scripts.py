@@ -28,20 +28,6 @@ def run(
     return launcher.run(command, code=0, timeout=seconds).stdout, json.loads(file.read_text())
 
 
-@pytest.mark.slow
-def test_all_reduce_script_runs_without_peers(tmp_path: Path) -> None:
-    output, result = run(tmp_path, "all_reduce.py", "--sizes", "4", "4096")
-    for peer in ("Open MPI", "MPICH", "torch gloo"):
-        assert f"- ABSENT {peer}: not installed" in output
-        assert peer in result["absent"]
-    small, larger = result["measurements"]
-    assert (small["nbytes"], larger["nbytes"]) == (4, 4096)
-    assert len(small["seconds"]["flashlight_py"]) == 2
-    assert all(seconds > 0 for seconds in small["seconds"]["copy by one core"])
-    assert "| 4 KB |" in output
-    assert any(verdict["reached"] is None for verdict in result["verdicts"])
-
-
 VERBS = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"]
 VERBS += ["all_to_all", "send_recv", "sendrecv", "barrier", "all_gather, unequal"]
 VERBS += ["all_to_all, unequal", "batch_isend_irecv", "halo, batch", "halo, sendrecv"]
@@ -92,6 +78,14 @@ class Case(NamedTuple):
 
 
 CASES = {
+    "all_reduce": Case(
+        *("--sizes 4 4096", [4, 4]),
+        [
+            *(f"- ABSENT {name}: not installed" for name in ("Open MPI", "MPICH", "torch gloo")),
+            "| 4 KB |",
+        ],
+        undecided=11,
+    ),
     "training_step": Case(
         "--widths 1 8 --batches 1 4 --plot {tmp}/grid.png",
         [8, 3, *[4] * 2, *[3] * 4, *[5] * 2, *[3] * 5, 12, 4, *[3] * 4],
@@ -144,6 +138,7 @@ def test_script_measures_all_contenders(tmp_path: Path, script: str) -> None:
     options = case.options.format(tmp=tmp_path).split()
     output, result = run(tmp_path, f"{script}.py", *options, common=case.common)
     assert [len(m["seconds"]) for m in result["measurements"]] == case.contenders
+    assert all(min(times) > 0 for m in result["measurements"] for times in m["seconds"].values())
     assert not any(m["left_out"] for m in result["measurements"])
     for text in case.texts:
         assert text in output

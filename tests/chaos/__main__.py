@@ -13,6 +13,7 @@ from contextlib import closing
 from tests.chaos import rounds
 from tests.chaos.rounds import BACKENDS, FATES, Round, Verdict
 from tests.chaos.verbs import VERBS
+from tests.distributed.rendezvous_helpers import Ranks
 
 
 @dataclasses.dataclass
@@ -49,7 +50,7 @@ def chosen(options: argparse.Namespace) -> Iterator[Round]:
 def play_all(games: Iterator[Round]) -> list[Row]:
     """Run rounds until Ctrl-C, and return the rows of the finished rounds."""
     rows: dict[tuple[str, str], Row] = {}
-    with closing(rounds.start_ranks()) as ranks:
+    with closing(Ranks()) as ranks:
         try:
             for game in games:
                 verdict = rounds.play(ranks, game)

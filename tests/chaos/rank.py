@@ -2,12 +2,10 @@
 
 import encodings.idna  # noqa: F401 - another user may not read the files of this Python
 import itertools
-import json
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -16,8 +14,9 @@ import numpy as np
 import flashlight_py as fl
 import flashlight_py.distributed.rendezvous.tcp_store
 from tests.chaos.verbs import VERBS
+from tests.distributed.rendezvous_worker import report
 
-__all__ = ["EXIT_CODE", "PARTS", "report"]
+__all__ = ["EXIT_CODE", "compute", "endure", "report"]
 
 Plan = dict[str, Any]
 EXIT_CODE = 7
@@ -25,12 +24,6 @@ EXIT_CODE = 7
 PATIENCE = 60.0
 # Line buffering, so the events of ranks are not mixed.
 LONGEST_TEXT = 3000
-
-
-def report(plan: Plan, event: str, **details: Any) -> None:
-    """Write an event of this process; ``at`` is the monotonic clock of the machine."""
-    record = {"id": plan["id"], "event": event, "pid": os.getpid(), "at": time.monotonic()}
-    os.write(1, json.dumps({**record, **details}).encode() + b"\n")
 
 
 def join(plan: Plan) -> None:
@@ -150,6 +143,3 @@ def record(created: list[tuple[str, int, int | None]], event: str, args: tuple[A
 
 def _mode(path: str) -> int:
     return os.lstat(path).st_mode & 0o777
-
-
-PARTS: dict[str, Callable[[Plan], None]] = {"endure": endure, "compute": compute}

@@ -112,11 +112,6 @@ class Verdict:
     seconds: float = 0.0
 
 
-def start_ranks() -> Ranks:
-    """Return the object that starts the ranks of rounds."""
-    return Ranks("tests.chaos.fork_server")
-
-
 def play(ranks: Ranks, game: Round) -> Verdict:
     """Run a round, end its processes, and judge."""
     verdict = Verdict()

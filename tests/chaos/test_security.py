@@ -1,8 +1,6 @@
 """Other users of the machine get nothing of a run: no file, no memory, no port."""
 
 import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,6 @@ from tests.chaos.rounds import all_end_well, start_together
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 
 NOBODY = 65534
-
-
-@pytest.fixture
-def public() -> Iterator[Path]:
-    """Return a folder that every user can write to; pytest's folders are private."""
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        Path(name).chmod(0o777)
-        yield Path(name)
 
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.distributed.start import blas
+from flashlight_py.doctor import mpirun_command
 from flashlight_py.testing import ranks as testing
 from tests.distributed import launched, processes
-from tests.distributed.launched import mpirun_command
 
 if TYPE_CHECKING:
     from tests.cluster.hosts import Host

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import shutil
 import socket
 import struct
 import subprocess
@@ -26,20 +25,6 @@ from flashlight_py.testing.ranks import Rank, Ranks, run_tasks
 
 if TYPE_CHECKING:
     from tests.cluster.hosts import Host
-
-
-def mpirun_command(size: int) -> list[str]:
-    """Return the command that starts ``size`` ranks, for the installed MPI."""
-    beside = Path(sys.executable).with_name("mpirun")
-    program = str(beside) if beside.exists() else shutil.which("mpirun")
-    if program is None:
-        raise FileNotFoundError("mpirun is not installed; pip install 'flashlight-py[mpi]'")
-    version_output = subprocess.run(
-        [program, "--version"], capture_output=True, text=True, check=True
-    )
-    if "Open MPI" in version_output.stdout:
-        return [program, "--allow-run-as-root", "--oversubscribe", "-n", str(size)]
-    return [program, "-n", str(size)]
 
 
 class LaunchedRank(Rank):
@@ -66,6 +51,8 @@ def start(
 
     Raises RuntimeError, after it has killed all processes, if a rank does not connect in time.
     """
+    from flashlight_py.doctor import mpirun_command  # here, because no rank needs this module
+
     if hosts:
         envs = [{**_of_job(rank, hosts, folder), **env} for rank, env in enumerate(envs)]
     (folder / "setup").write_bytes(pickle.dumps((sys.path, envs)))

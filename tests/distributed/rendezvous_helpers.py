@@ -73,12 +73,11 @@ class Rank:
 class Ranks:
     """Starts ranks and kills them at the end. The process that forks them remains."""
 
-    def __init__(
-        self, worker: str = "tests.distributed.rendezvous_worker", **defaults: Any
-    ) -> None:
-        self.defaults = {"store": "file", "timeout": 20.0, "lengths": [3, 0, 5], **defaults}
+    def __init__(self, **defaults: Any) -> None:
+        plan = {"part": "exchange", "store": "file", "timeout": 20.0, "lengths": [3, 0, 5]}
+        self.defaults = {**plan, "log": "/dev/stderr", **defaults}
         self.all: list[Rank] = []
-        self._server = _Server.of(worker)
+        self._server = _Server.running()
 
     def start(self, rank: int, size: int, **plan: Any) -> Rank:
         env = {**self.defaults.get("env", {}), **plan.pop("env", {})}
@@ -125,15 +124,15 @@ class Ranks:
 
 
 class _Server:
-    """A process that forks ranks: one for each kind of worker, shared by all tests of a session."""
+    """The process that forks ranks, shared by all tests of a session."""
 
-    _running: ClassVar[dict[str, _Server]] = {}
+    _started: ClassVar[list[_Server]] = []
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self) -> None:
         self._ranks: list[Rank] = []
         self._buffer = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", worker],
+            [sys.executable, "-m", "tests.distributed.fork_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -143,10 +142,10 @@ class _Server:
         atexit.register(self._close)
 
     @classmethod
-    def of(cls, worker: str) -> _Server:
-        if worker not in cls._running or cls._running[worker]._process.poll() is not None:
-            cls._running[worker] = cls(worker)
-        return cls._running[worker]
+    def running(cls) -> _Server:
+        if not cls._started or cls._started[-1]._process.poll() is not None:
+            cls._started.append(cls())
+        return cls._started[-1]
 
     def start(self, rank: Rank) -> None:
         rank.plan["id"] = len(self._ranks)

@@ -1,8 +1,4 @@
-"""A process that forks ranks of a rendezvous for rendezvous_helpers.
-
-It reads one plan per line (JSON) and forks a rank for each, which reports events as JSON lines.
-Forking saves the start of an interpreter for each rank.
-"""
+"""A rank of a rendezvous for rendezvous_helpers, which reports events as JSON lines."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +25,9 @@ STORES: dict[str, Callable[[Plan], TreeStore]] = {
 
 
 def report(plan: Plan, event: str, **details: Any) -> None:
-    line = json.dumps({"id": plan["id"], "event": event, "pid": os.getpid(), **details}) + "\n"
-    os.write(1, line.encode())
+    """Write an event of this process; ``at`` is the monotonic clock of the machine."""
+    record = {"id": plan["id"], "event": event, "pid": os.getpid(), "at": time.monotonic()}
+    os.write(1, json.dumps({**record, **details}).encode() + b"\n")
 
 
 def payload(rank: int, number: int, length: int) -> bytes:
@@ -112,7 +110,7 @@ def run_exchanges(plan: Plan) -> None:
 
 
 def run_rank(plan: Plan) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     os.environ.update(plan["env"])
     if "uid" in plan:
         os.setuid(plan["uid"])
@@ -125,19 +123,4 @@ def run_rank(plan: Plan) -> None:
     except Exception as error:
         report(plan, "crashed", text=repr(error))
         raise
-
-
-def main() -> None:
-    # Ranks that end are reaped at once: the kernel would list a zombie.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    for line in sys.stdin:
-        if os.fork() == 0:
-            try:
-                run_rank(json.loads(line))
-            finally:
-                os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+    os._exit(0)

@@ -28,14 +28,6 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become an
 
 
 @pytest.fixture
-def public() -> Iterator[Path]:
-    """A folder for temporary files that every user can write to, like /tmp."""
-    with tempfile.TemporaryDirectory(prefix="secret-") as name:
-        Path(name).chmod(0o1777)
-        yield Path(name)
-
-
-@pytest.fixture
 def ranks(port: int, public: Path) -> Iterator[Ranks]:
     """Ranks that meet at ``port``. The secrets of their users are in ``public``."""
     env = {"TMPDIR": str(public), "XDG_RUNTIME_DIR": ""}

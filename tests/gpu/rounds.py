@@ -15,7 +15,6 @@ prints one line when it ends. The exit status is 1 if a round failed, and 77 wit
 import argparse
 import contextlib
 import importlib
-import itertools
 import json
 import os
 import random
@@ -30,19 +29,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import flashlight_py as fl
 from flashlight_py.distributed.groups.membership import members_of
-from tests.distributed.harness import (
-    Outcome,
-    RanksFailedError,
-    run_outcomes,
-    run_ranks,
-    start_server,
-)
+from tests.distributed.harness import Outcome, RanksFailedError, run_outcomes, start_server
 from tests.gpu import verbs
 from tests.gpu.conftest import world
 from tests.gpu.machine import NO_GPU, why_no_gpu
@@ -88,7 +82,7 @@ class Raised(NamedTuple):
 class Result:
     """The result of a round. ``detected`` has the seconds from the signal to each rank's error.
 
-    ``problem`` is empty if the round passed, ``report`` has the outcomes of all ranks if not.
+    ``problem`` is empty if the round passed. Otherwise it contains the outcomes of all ranks.
     """
 
     kind: str
@@ -97,35 +91,23 @@ class Result:
     seconds: float
     detected: dict[int, float] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    verb: str = ""
     problem: str = ""
-    report: str = ""
 
-    def line(self) -> str:
-        """Return the line that is printed when the round ends."""
+    def __str__(self) -> str:
         raised = ", ".join(
             f"rank {rank} {self.errors[rank]} after {seconds:.2f} s"
             for rank, seconds in self.detected.items()
         )
-        name = f"{self.kind}, {self.size} ranks, seed {self.seed}"
         outcome = f"FAILED: {self.problem}" if self.problem else "passed"
-        verb = f" in {self.verb}" if self.verb else ""
-        return f"{outcome}: {name}: {raised or 'no error'}{verb} (round {self.seconds:.1f} s)"
+        name = f"{self.kind}, {self.size} ranks, seed {self.seed}"
+        return f"{name}: {raised or 'no error'} (round {self.seconds:.1f} s): {outcome}"
 
 
 # On the ranks ------------------------------------------------------------------------------------
 
 
-class Arrays(NamedTuple):
-    """Arrays of a rank. They hold zeros, so no sum overflows."""
-
-    small: Any
-    large: Any
-    several: list[Any]
-
-
-# Calls of the arrays and the root. An asynchronous call returns a Work.
-CALLS: Mapping[str, Callable[[Arrays, int], Any]] = {
+# Calls of the arrays of a rank and the root. An asynchronous call returns a Work.
+CALLS: Mapping[str, Callable[[Any, int], Any]] = {
     "small all_reduce": lambda x, root: fl.all_reduce(x.small),
     "small async all_reduce": lambda x, root: fl.all_reduce(x.small, async_op=True),
     "large all_reduce": lambda x, root: fl.all_reduce(x.large),
@@ -138,10 +120,10 @@ CALLS: Mapping[str, Callable[[Arrays, int], Any]] = {
 
 def call_until_error(rank: int, size: int, kind: str, seed: int, folder: str) -> Raised:
     """Call collectives until one raises. Rank 1 sends itself the signal meanwhile."""
-    arrays = Arrays(
-        verbs.on_gpu(np.zeros(SMALL)),
-        verbs.on_gpu(np.zeros(LARGE)),
-        [verbs.on_gpu(np.zeros(count)) for count in (1, SMALL, LARGE // 4)],
+    arrays = SimpleNamespace(  # of zeros, so no sum overflows
+        small=verbs.on_gpu(np.zeros(SMALL)),
+        large=verbs.on_gpu(np.zeros(LARGE)),
+        several=[verbs.on_gpu(np.zeros(count)) for count in (1, SMALL, LARGE // 4)],
     )
     (Path(folder) / f"ready-{rank}").touch()
     # Many ranks start CUDA at the same time, so the start of one rank may take longer than the
@@ -161,7 +143,7 @@ def call_until_error(rank: int, size: int, kind: str, seed: int, folder: str) ->
     return raised
 
 
-def first_error(arrays: Arrays, generator: random.Random, size: int) -> Raised:
+def first_error(arrays: Any, generator: random.Random, size: int) -> Raised:
     """Return the error that ends the calls that ``generator`` chooses.
 
     If a call raises because the group is closed, the cause is the error of a pending call.
@@ -179,15 +161,14 @@ def first_error(arrays: Arrays, generator: random.Random, size: int) -> Raised:
                     pending.append(result)
             wait(pending)
             fl.sync_distributed()
-    except fl.errors.GroupClosedError as error:
-        closed = Raised(type(error).__name__, str(error), verb, time.monotonic())
-        try:
-            wait(pending)
-        except fl.errors.DistributedError as cause:
-            return Raised(type(cause).__name__, str(cause), f"a call before {verb}", closed.at)
-        return closed
     except fl.errors.DistributedError as error:
-        return Raised(type(error).__name__, str(error), verb, time.monotonic())
+        cause, at = error, time.monotonic()
+        if isinstance(error, fl.errors.GroupClosedError):
+            try:
+                wait(pending)
+            except fl.errors.DistributedError as earlier:
+                cause = earlier
+        return Raised(type(cause).__name__, str(cause), verb, at)
     return Raised("", f"no error within {MOST_CALLING:g} seconds", verb, time.monotonic())
 
 
@@ -228,61 +209,57 @@ def await_files(files: Sequence[Path], seconds: float) -> None:
 
 def plan(kills: int, stops: int, seed: int) -> list[Round]:
     """Return the rounds, kills and stops in turn. Every fourth round of a kind has four ranks."""
-    rounds = [
-        [Round(kind, 4 if i % 4 == 3 else 2, first + i) for i in range(count)]
-        for kind, count, first in (("kill", kills, seed), ("stop", stops, seed + 1000))
-    ]
+    kinds = ("kill", kills, seed), ("stop", stops, seed + 1000)
     return [
-        round_ for pair in itertools.zip_longest(*rounds) for round_ in pair if round_ is not None
+        Round(kind, 4 if i % 4 == 3 else 2, first + i)
+        for i in range(max(kills, stops))
+        for kind, count, first in kinds
+        if i < count
     ]
 
 
-def play(
-    round_: Round, ends: float, worlds: Callable[..., dict[str, Any]] = world
-) -> Result | None:
+def play(round_: Round, ends: float) -> Result | None:
     """Run one round. Return None, and run nothing, if ``ends`` is too near."""
     begin = time.monotonic()
     if ends - begin < LEAST_SECONDS:
         return None
+    outcomes, problems = list[Outcome](), list[str]()
     with tempfile.TemporaryDirectory(prefix="round-") as folder:
         arguments = round_.kind, round_.seed, folder
-        where = {"deadline": ROUND_SECONDS, **worlds(round_.size, TIMEOUT=JOINING)}
+        where = {"deadline": ROUND_SECONDS, **world(round_.size, TIMEOUT=JOINING)}
         try:
             outcomes = run_outcomes(call_until_error, round_.size, *arguments, **where)
         except RanksFailedError as error:
-            outcomes, problem = error.outcomes, "a rank did not start or did not end"
+            outcomes = error.outcomes
+            problems.append("a rank did not start or did not end")
         except Exception as error:  # noqa: BLE001 - one broken round must not end the others
-            outcomes, problem = [], f"{type(error).__name__}: {error}"
-        else:
-            problem = ""
-        result = Result(*round_, time.monotonic() - begin, problem=problem)
-        judge(result, outcomes, Path(folder))
-    if result.problem:
-        result.report = "\n".join(described(outcome) for outcome in outcomes)
+            problems.append(f"{type(error).__name__}: {error}")
+        result = Result(*round_, time.monotonic() - begin)
+        problems += judge(result, outcomes, Path(folder))
+    if problems:
+        reports = [f"{outcome.report()}\n{outcome.value}" for outcome in outcomes]
+        result.problem = "\n".join([*problems, *reports])
     return result
 
 
-def judge(result: Result, outcomes: Sequence[Outcome], folder: Path) -> None:
-    """Fill in the errors of the other ranks, and the first problem of the round."""
-    problems = [result.problem] if result.problem else []
+def judge(result: Result, outcomes: Sequence[Outcome], folder: Path) -> Iterator[str]:
+    """Fill in the errors of the other ranks, and yield the problems of the round."""
     try:
         _, sent = read_signal(folder)
     except OSError:
         sent = float("nan")
-        problems.append("rank 1 has sent no signal")
+        yield "rank 1 has sent no signal"
     for outcome in outcomes:
+        raised = outcome.value
         if outcome.rank == LOST:
             if outcome.signal is not signal.SIGKILL:
-                problems.append(f"rank 1 {outcome.describe()}")
-        elif isinstance(outcome.value, Raised):
-            raised = outcome.value
-            result.errors[outcome.rank] = raised.error or "no error"
+                yield f"rank 1 {outcome.describe()}"
+        elif isinstance(raised, Raised):
+            result.errors[outcome.rank] = f"{raised.error or 'no error'} in {raised.verb}"
             result.detected[outcome.rank] = raised.at - sent
-            result.verb = result.verb or raised.verb
-            problems += problems_of(raised, result.kind, outcome.rank, raised.at - sent)
+            yield from problems_of(raised, result.kind, outcome.rank, raised.at - sent)
         else:
-            problems.append(f"rank {outcome.rank} {outcome.describe()}")
-    result.problem = problems[0] if problems else ""
+            yield f"rank {outcome.rank} {outcome.describe()}"
 
 
 def problems_of(raised: Raised, kind: str, rank: int, seconds: float) -> Iterator[str]:
@@ -294,13 +271,6 @@ def problems_of(raised: Raised, kind: str, rank: int, seconds: float) -> Iterato
         yield f"the error of rank {rank} does not name rank {LOST}"
     if not 0.0 <= seconds <= LIMITS[kind]:
         yield f"rank {rank} raised after {seconds:.2f} s, expected 0 to {LIMITS[kind]:g} s"
-
-
-def described(outcome: Outcome) -> str:
-    """Return the whole outcome of a rank, with the message of its error."""
-    value = outcome.value
-    text = f"\n{value.error} in {value.verb}: {value.message}" if isinstance(value, Raised) else ""
-    return f"{outcome.report()}{text}"
 
 
 def summary(results: Iterable[Result], kind: str, planned: int) -> str:
@@ -319,7 +289,6 @@ def summary(results: Iterable[Result], kind: str, planned: int) -> str:
 
 def play_all(rounds: Sequence[Round], lanes: int, ends: float) -> list[Result]:
     """Run the rounds in ``lanes`` threads and print each result. Ctrl-C ends the run early."""
-    run_ranks(nothing, 1)  # starts the server that forks ranks, before several threads need it
     results: list[Result] = []
     executor = ThreadPoolExecutor(lanes)
     futures: list[Future[Result | None]] = [
@@ -330,15 +299,9 @@ def play_all(rounds: Sequence[Round], lanes: int, ends: float) -> list[Result]:
             result = future.result()
             if result is not None:
                 results.append(result)
-                print(result.line(), flush=True)
-                if result.report:
-                    print(result.report, flush=True)
+                print(result, flush=True)
     executor.shutdown(wait=False, cancel_futures=True)
     return results
-
-
-def nothing(rank: int, size: int) -> None:
-    """Do nothing."""
 
 
 def main() -> int:
@@ -353,7 +316,7 @@ def main() -> int:
     add("--json", type=Path, metavar="FILE", help="write the result of each round to this file")
     options = parser.parse_args()
     ends = time.monotonic() + options.seconds
-    start_server()  # before this process uses CUDA
+    start_server()  # before this process uses CUDA or has several threads
     if reason := why_no_gpu():
         print(f"no GPU: {reason}")
         return NO_GPU

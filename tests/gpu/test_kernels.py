@@ -1,7 +1,6 @@
 """The fused kernels, compiled by CUDA, next to NumPy."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import kernels
 from flashlight_py.autograd import functions as F
+from tests.optim.test_optimizers import RULES
 
 pytestmark = pytest.mark.gpu
 
@@ -25,21 +25,6 @@ def both(function: Any, *arrays: np.ndarray) -> tuple[Any, Any]:
     import cupy
 
     return function(*arrays), function(*map(cupy.asarray, arrays)).get()
-
-
-RULES: dict[str, Callable[[list[fl.Variable]], Any]] = {
-    "plain": lambda p: fl.optim.SGDOptimizer(p, 0.1, weight_decay=0.1),
-    "momentum": lambda p: fl.optim.SGDOptimizer(p, 0.1, 0.9, 0.1),
-    "nesterov": lambda p: fl.optim.SGDOptimizer(p, 0.1, 0.9, 0.1, nesterov=True),
-    "adam": lambda p: fl.optim.AdamOptimizer(p, 0.1, weight_decay=0.1),
-    "adam with L2": lambda p: fl.optim.AdamOptimizer(p, 0.1, weight_decay=0.1, decoupled=False),
-    "amsgrad": lambda p: fl.optim.AMSgradOptimizer(p, 0.1),
-    "adagrad": lambda p: fl.optim.AdagradOptimizer(p, 0.1),
-    "adadelta": fl.optim.AdadeltaOptimizer,
-    "rmsprop": lambda p: fl.optim.RMSPropOptimizer(p, 0.1),
-    "rmsprop, centered": lambda p: fl.optim.RMSPropOptimizer(p, 0.1, use_first=True),
-    "novograd": lambda p: fl.optim.NovogradOptimizer(p, 0.1),
-}
 
 
 @EVERY_FLOAT

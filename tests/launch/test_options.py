@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -142,9 +141,3 @@ def test_ssh_option_adds_missing_deadlines_to_openssh(command: str, expected: st
 def test_version_option_prints_the_package_version() -> None:
     done = launch("--version", code=0)
     assert done.stdout == f"flrun of flashlight_py {flashlight_py.__version__}\n"
-
-
-def test_flrun_python_is_the_interpreter_of_the_launcher(tmp_path: Path) -> None:
-    program = write(tmp_path, "import os, sys; print(sys.executable, os.environ['WORLD_SIZE'])")
-    done = launch("-np", 2, "python", program)
-    assert sorted(done.stdout.splitlines()) == [f"[{r}] {sys.executable} 2" for r in range(2)]

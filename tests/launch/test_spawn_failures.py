@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.launch import spawning, supervisor
+from flashlight_py.launch import supervisor
 
 
 def fail_on_one(rank: int, failure: str) -> Any:
@@ -219,22 +219,6 @@ def test_spawn_ends_ranks_if_a_replaced_stdout_cannot_be_written() -> None:
 
 def print_and_wait(rank: int) -> None:
     print("hi")
-    wait(rank)
-
-
-@pytest.mark.slow
-def test_spawn_kills_a_rank_that_ignores_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawning, "ENDING_SECONDS", 0.5)
-    with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 raised ValueError"):
-        fl.spawn(fail_beside_a_deaf_rank, nprocs=2)
-
-
-def fail_beside_a_deaf_rank(rank: int) -> None:
-    if rank == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    fl.barrier()
-    if rank == 1:
-        raise_error()
     wait(rank)
 
 

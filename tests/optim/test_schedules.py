@@ -129,17 +129,28 @@ def test_schedule_does_not_invalidate_a_captured_step() -> None:
     np.testing.assert_allclose(weight.array, 1 - 0.1 * (2 - 0.125))
 
 
-def test_checkpoint_and_synchronize_accept_schedules(tmp_path: Path) -> None:
-    optimizer = fl.DistributedOptimizer(optimizer_of_rate())
-    schedule = optim.StepLR(optimizer, 2, gamma=0.5)
-    for _ in range(5):
-        schedule.step()
-    fl.save(tmp_path, optimizer=optimizer, schedule=schedule)
-    other_optimizer = fl.DistributedOptimizer(optimizer_of_rate(9.0))
-    other = optim.StepLR(other_optimizer, 2, gamma=0.5)
-    assert fl.load(tmp_path, optimizer=other_optimizer, schedule=other) is not None
-    assert (other.last_step, other.last_lr, other_optimizer.lr) == (5, BASE / 4, BASE / 4)
-    assert fl.synchronize({"schedule": schedule})["schedule"] is schedule
+@for_each(
+    "make metric",
+    [
+        (lambda optimizer: optim.StepLR(optimizer, 2, gamma=0.1), ()),
+        (lambda optimizer: optim.ReduceLROnPlateau(optimizer, patience=1), (2.0,)),
+    ],
+)
+def test_checkpoint_and_synchronize_accept_schedules(
+    make: Any, metric: Any, tmp_path: Path
+) -> None:
+    one, other = (fl.DistributedOptimizer(optimizer_of_rate(rate)) for rate in (BASE, 9.0))
+    schedule, loaded = make(one), make(other)
+    for steps in (0, 2):  # no best metric exists at first
+        for _ in range(steps):
+            schedule.step(*metric)
+        fl.save(tmp_path, optimizer=one, schedule=schedule)
+        fl.load(tmp_path, optimizer=other, schedule=loaded)
+        assert loaded.state_dict() == fl.synchronize(schedule).state_dict() == schedule.state_dict()
+        assert other.lr == one.lr
+    schedule.step(*metric)
+    loaded.step(*metric)
+    assert other.lr == one.lr == pytest.approx(BASE * 0.1)
 
 
 @on_ranks(("shm", 2))
@@ -248,17 +259,3 @@ def test_plateau_keeps_rates_below_the_minimum() -> None:
     for _ in range(3):
         schedule.step(1.0)
     assert optimizer.lr == 0.1
-
-
-def test_checkpoint_and_synchronize_accept_a_plateau(tmp_path: Path) -> None:
-    optimizer = optimizer_of_rate()
-    schedule, other = (optim.ReduceLROnPlateau(optimizer, patience=1) for _ in range(2))
-    fl.save(tmp_path, schedule=schedule)  # no best metric exists yet
-    fl.load(tmp_path, schedule=other)
-    for metric in (2.0, 2.0):
-        schedule.step(metric)
-    fl.save(tmp_path, schedule=schedule)
-    fl.load(tmp_path, schedule=other)
-    assert other.state_dict() == fl.synchronize(schedule).state_dict() == schedule.state_dict()
-    other.step(2.0)
-    assert optimizer.lr == BASE * 0.1

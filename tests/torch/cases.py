@@ -73,17 +73,6 @@ class Cases:
             time.sleep(0.001)
         assert [part[2, 1].item() for part in parts] == [1.0 + rank for rank in range(len(parts))]
 
-    def test_future_waits_for_another(self) -> None:
-        x = torch.ones(1 << 20)
-
-        def more(future: Any) -> torch.Tensor:
-            work: Any = dist.all_reduce(future.value()[0].clone(), async_op=True)
-            return work.get_future().wait()[0]  # type: ignore[no-any-return]
-
-        work: Any = dist.all_reduce(x, async_op=True)
-        sums = work.get_future().then(more).wait()
-        assert sums[0].item() == sums[-1].item() == dist.get_world_size() ** 2
-
     def test_all_to_all_of_other_counts_than_expected(self) -> None:
         if dist.get_backend() == "gloo":
             return  # the process ends here, as expected

@@ -1,8 +1,6 @@
 """Ranks that can import torch, for the tests of this folder."""
 
-import json
 import os
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 
 from harness.environments import PEERS, ROOT, python_of
 from tests.distributed.jobs import free_port
+from tests.oracles import Oracle
 
 
 def interpreter() -> str:
@@ -30,27 +29,20 @@ class Ranks:
     """A runner of functions of tests/torch/programs, on ranks that are forked for each call."""
 
     def __init__(self, python: str) -> None:
-        command = [python, "-W", "error::RuntimeWarning", "-m", "tests.torch.server"]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
-        self._server = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=environ
-        )
+        options = {"PYTHONWARNINGS": "error::RuntimeWarning", "OMP_NUM_THREADS": "1"}
+        self._server = Oracle(python, "tests.torch.server", **options)
+        self.close = self._server.close
 
     def outcomes(
         self, program: str, size: int, *args: Any, seconds: float = 60.0, **environ: str
     ) -> list[dict[str, Any]]:
-        """Return a dict per rank with "returned", or with "raised" (error classes) and "words".
-
-        Each dict also has "exitcode", "output" and "ended", the time in seconds.
-        """
+        """Return a dict per rank with "returned" or "raised" (error classes), and "exitcode" and
+        "output"."""
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environ}
-        task = {"program": program, "size": size, "args": args, "environ": meeting}
-        assert self._server.stdin
-        assert self._server.stdout
-        self._server.stdin.write(f"{json.dumps({**task, 'seconds': seconds})}\n")
-        self._server.stdin.flush()
-        return json.loads(self._server.stdout.readline())
+        outcomes: list[dict[str, Any]] = self._server.ask(
+            program=program, size=size, args=args, environ=meeting, seconds=seconds
+        )
+        return outcomes
 
     def __call__(
         self, program: str, size: int, *args: Any, seconds: float = 60.0, **environ: str
@@ -64,9 +56,6 @@ class Ranks:
             ]
             raise RanksFailedError(f"{program}\n{''.join(reports)}")
         return [one["returned"] for one in outcomes]
-
-    def close(self) -> None:
-        self._server.communicate()
 
 
 @pytest.fixture(scope="package")  # tests of other folders look for remaining processes

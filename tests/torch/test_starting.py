@@ -2,15 +2,14 @@
 
 import os
 import re
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.environments import ROOT
 from tests.distributed.jobs import free_port
+from tests.launch.launcher import run
 from tests.torch.conftest import interpreter
 
 FLRUN, TORCHRUN = "flashlight_py.launch", "torch.distributed.run"
@@ -41,9 +40,7 @@ def ran(*command: object, folder: Path, **environ: str) -> str:
     """Return the output of a program in ``folder``, run by the interpreter with torch."""
     paths = os.pathsep.join([str(ROOT), str(folder)])
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environ}
-    options: Any = {"capture_output": True, "text": True, "timeout": 100, "cwd": folder, "env": env}
-    done = subprocess.run([interpreter(), *map(str, command)], check=False, **options)
-    assert done.returncode == 0, done.stderr
+    done = run([interpreter(), *command], code=0, timeout=100, cwd=folder, env=env)
     return str(done.stdout)
 
 

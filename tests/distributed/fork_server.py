@@ -1,9 +1,8 @@
 """A process that forks ranks on command; the other end is ``rendezvous_helpers.Ranks``.
 
 It reads one plan per line (JSON). Forking saves the start of an interpreter per rank. A rank still
-ends like a
-script: with ``sys.excepthook`` and exit handlers. The parent of a rank reports its exit status as a
-last event.
+ends like a script: with ``sys.excepthook`` and exit handlers. The parent of a rank reports its exit
+status as a last event.
 """
 
 import os
@@ -15,6 +14,9 @@ import signal
 import sys
 
 from tests.chaos import rank
+from tests.distributed import rendezvous_worker
+
+PARTS = {"exchange": rendezvous_worker.run_rank, "endure": rank.endure, "compute": rank.compute}
 
 
 def main() -> None:
@@ -30,7 +32,7 @@ def main() -> None:
             with open(os.devnull, "rb") as nothing, open(plan["log"], "ab") as log:
                 os.dup2(nothing.fileno(), 0)
                 os.dup2(log.fileno(), 2)
-            rank.PARTS[plan["part"]](plan)
+            PARTS[plan["part"]](plan)
             return
 
 
