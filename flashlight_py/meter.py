@@ -3,7 +3,7 @@
 import abc
 import math
 import time
-from typing import Any, Protocol, SupportsFloat, TypeAlias, TypeVar
+from typing import Any, Generic, SupportsFloat, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,19 +16,12 @@ __all__ = ["Meter", "AverageValueMeter", "TimeMeter", "TopKMeter", "CountMeter",
 
 # Sums in float64, of shape (number of sums,).
 State: TypeAlias = NDArray[np.float64]
-Value_co = TypeVar("Value_co", covariant=True)
+Value = TypeVar("Value")
 # Common types of values other than CuPy arrays. A lookup takes a quarter of ``is_cupy``'s time.
 _HOST_TYPES = frozenset({int, float, np.ndarray, *np.sctypeDict.values()})
 
 
-class _HasValue(Protocol[Value_co]):
-    """Interface for type checkers: ``value`` has the type that ``value_of`` returns."""
-
-    def state(self) -> State: ...
-    def value_of(self, state: State) -> Value_co: ...
-
-
-class Meter(Structured, abc.ABC):
+class Meter(Structured, abc.ABC, Generic[Value]):
     """Collects a statistic during training.
 
     ``state()`` returns only sums. So the element-wise sum of the states of several meters is the
@@ -41,19 +34,19 @@ class Meter(Structured, abc.ABC):
         """Return the collected sums as a new float64 array of shape (sums,)."""
 
     @abc.abstractmethod
-    def value_of(self, state: State) -> Any:
+    def value_of(self, state: State) -> Value:
         """Return the value of ``state``, a sum of states of meters with equal settings."""
 
     @abc.abstractmethod
     def reset(self) -> None:
         """Discard all collected data."""
 
-    def value(self: _HasValue[Value_co]) -> Value_co:
+    def value(self) -> Value:
         """Return the value of the data since the last ``reset``."""
         return self.value_of(self.state())
 
 
-class _Sums(Meter):
+class _Sums(Meter[Value]):
     _device_sums: Array | None = None  # CUDA graphs use its address, which must not change
 
     def __init__(self, number: int) -> None:
@@ -99,7 +92,7 @@ def ratio(part: float, total: float) -> float:
     return part / total if total else float("nan")
 
 
-class AverageValueMeter(_Sums):
+class AverageValueMeter(_Sums[tuple[float, float, float]]):
     """Weighted mean, unbiased variance and total weight of all added values.
 
     A weight says how reliable a value is. Let V1 be the sum of the weights and V2 the sum of the
@@ -189,7 +182,7 @@ def _value(
     return mean, ratio(deviation, freedom if freedom > 0 else 0.0), weight
 
 
-class CountMeter(_Sums):
+class CountMeter(_Sums[list[int]]):
     """Counts of ``num`` categories.
 
     Raises:
@@ -216,7 +209,7 @@ class CountMeter(_Sums):
         return [round(count) for count in state.tolist()]
 
 
-class MSEMeter(_Sums):
+class MSEMeter(_Sums[float]):
     """Sum of squared errors of one call of ``add``, averaged over all calls."""
 
     def __init__(self) -> None:
@@ -241,7 +234,7 @@ class MSEMeter(_Sums):
         return ratio(error, calls)
 
 
-class TimeMeter(_Sums):
+class TimeMeter(_Sums[float]):
     """A stopwatch in seconds, initially stopped. With ``unit`` its value is seconds per unit.
 
     The value over several processes is the mean of their seconds. With ``unit`` it is the sum of
@@ -296,7 +289,7 @@ class TimeMeter(_Sums):
         return ratio(seconds, units if self._unit else meters)
 
 
-class TopKMeter(_Sums):
+class TopKMeter(_Sums[float]):
     """Percentage of samples whose target is among the ``k`` highest scores.
 
     A target counts if fewer than ``k`` classes have a higher score, so ties count. NaN is higher

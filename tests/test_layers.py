@@ -55,9 +55,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tape": (*FRAMEWORK, "meter", "distributed", "parallel", "libraries", "structure", "_native"),
     # Workers are processes that this process starts, like the ranks of spawn.
     "parallel.workers": (*FRAMEWORK, "cores", "distributed", "launch"),
-    "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "structure", "_native"),
+    "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "names", "structure", "_native"),
     "tagi.distributed": ("tagi", "errors", "device", "distributed", "parallel"),
-    "tagi": ("errors", "device", "random", "kernels", "erf", "_native"),
+    "tagi": ("errors", "device", "random", "kernels", "erf", "names", "_native"),
     "trace": ("errors", "distributed"),
     "amp": (*FRAMEWORK, "distributed", "structure"),
     "torch": ("errors", "interfaces", "distributed"),

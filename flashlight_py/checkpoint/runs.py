@@ -54,6 +54,8 @@ class _Several:
             raise
 
 
+# Path, manifest, and texts about newer checkpoints that were skipped (see ``Checkpoint``).
+Intact: TypeAlias = tuple[Path, Manifest, tuple[str, ...]]
 Part: TypeAlias = Stateful | Mapping[str, Stateful] | Sequence[Stateful]
 
 
@@ -153,14 +155,6 @@ class Checkpoint(NamedTuple):
     skipped: tuple[str, ...] = ()
 
 
-class _IntactCheckpoint(NamedTuple):
-    """The message of rank 0 to the other ranks about the newest intact checkpoint."""
-
-    path: Path
-    manifest: Manifest
-    skipped: tuple[str, ...]
-
-
 @internal.in_step()
 def load(
     path: str | os.PathLike[str], module: Part | None = None, *, optimizer: Part | None = None,
@@ -208,33 +202,33 @@ def load(
     members = internal.group_or_world(group)
     part_names = [*parts, *(["rng"] if rng else [])]
     Attempt("load", members).agree({"parts": part_names})
-    intact: _IntactCheckpoint | None = None
+    intact: Intact | None = None
     state = np.empty(0, np.uint8)
     with Attempt("load", members) as attempt:
         if members.rank == 0:
             intact, state = _newest_intact(Path(path), context_of("load", members))
-            lacking = [part for part in part_names if intact and part not in intact.manifest.parts]
-            if lacking and intact:
+            saved = part_names if intact is None else intact[1].parts
+            if intact and (lacking := [part for part in part_names if part not in saved]):
                 raise ValueError(
-                    f"load: expected {' and '.join(lacking)} in {intact.path}, got a checkpoint "
-                    f"with {', '.join(intact.manifest.parts) or 'no part'}. Pass only saved parts"
+                    f"load: expected {' and '.join(lacking)} in {intact[0]}, got a checkpoint with "
+                    f"{', '.join(saved) or 'no part'}. Pass only saved parts"
                 )
     failure, intact = members.broadcast_object((attempt.failure, intact))
     attempt.end([failure])
     if intact is None:
         return None
-    content = state if members.rank == 0 else np.empty(intact.manifest.state.nbytes, np.uint8)
+    place, manifest, skipped = intact
+    content = state if members.rank == 0 else np.empty(manifest.state.nbytes, np.uint8)
     state = members.broadcast(content)  # if it fails, all ranks raise, so no Attempt is needed
     tree: dict[str, Any] = {}
     with Attempt("load", members) as attempt:
         tree = from_bytes(state)
-        _restore(members, intact.path, tree, parts, rng)
+        _restore(members, place, tree, parts, rng)
     attempt.share()
-    manifest = intact.manifest
-    return Checkpoint(manifest.step, intact.path, tree["extra"], manifest.ranks, intact.skipped)
+    return Checkpoint(manifest.step, place, tree["extra"], manifest.ranks, skipped)
 
 
-def _newest_intact(path: Path, context: str) -> tuple[_IntactCheckpoint | None, Array]:
+def _newest_intact(path: Path, context: str) -> tuple[Intact | None, Array]:
     """Return the newest intact checkpoint and the bytes of its state (uint8).
 
     If no checkpoint exists, return None and no bytes. If all are damaged, raise CheckpointError.
@@ -254,7 +248,7 @@ def _newest_intact(path: Path, context: str) -> tuple[_IntactCheckpoint | None, 
             _log.warning(
                 "%s: checkpoint skipped: %s. %s is used instead", *(context, reason, newest.name)
             )
-        return _IntactCheckpoint(newest, manifest, skipped), state
+        return (newest, manifest, skipped), state
     if reasons:
         raise errors.CheckpointError(
             f"{context}: expected an intact checkpoint at {path}, got {len(reasons)} checkpoint(s) "

@@ -33,24 +33,6 @@ def strided_share(n: int, share: int, shares: int, drop_last: bool = False) -> r
     return range(share, n - n % shares if drop_last else n, shares)
 
 
-def count_batches(n: int, batch_size: int, drop_last: bool) -> int:
-    """Return the number of batches of ``n`` samples; ``drop_last`` excludes an incomplete batch."""
-    return n // batch_size if drop_last else -(-n // batch_size)
-
-
-def batch_positions(index: int, n: int, batch_size: int) -> range:
-    """Return the positions, in [0, n), of the samples of batch ``index``."""
-    return range(n)[index * batch_size : (index + 1) * batch_size]
-
-
-def weight_of_part(part: int, total: int, parts: int) -> float:
-    """Return the weight of a part with ``part`` samples, for an average over ``parts`` parts.
-
-    The average of the parts' means, each times its weight, is the mean over all ``total`` samples.
-    """
-    return part * parts / total
-
-
 def partition_by_round_robin(
     n: int, partition: int, partitions: int, batch_size: int = 1, allow_empty: bool = False
 ) -> Indices:

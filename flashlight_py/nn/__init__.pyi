@@ -1,5 +1,4 @@
 from flashlight_py.nn import init as init
-from flashlight_py.parallel.batch_norm import BatchNorm as BatchNorm
 from flashlight_py.nn.module import Module as Module
 from flashlight_py.nn.layers import Container as Container
 from flashlight_py.nn.layers import Sequential as Sequential
@@ -46,3 +45,4 @@ from flashlight_py.nn.normalization import RMSNorm as RMSNorm
 from flashlight_py.nn.normalization import GroupNorm as GroupNorm
 from flashlight_py.nn.recompute import recompute as recompute
 from flashlight_py.nn.loading import load_torch as load_torch
+from flashlight_py.parallel.batch_norm import BatchNorm as BatchNorm

@@ -451,7 +451,8 @@ class ShardedDataset(InEpochs, Dataset):
 
     def __len__(self) -> int:
         """Return the number of global batches left in the epoch, the same on every rank."""
-        return shares.count_batches(self._left, self._batch_size, self._drop_last)
+        left, size = self._left, self._batch_size
+        return left // size if self._drop_last else -(-left // size)
 
     def __iter__(self) -> Iterator[Sample]:
         """Yield this rank's parts, counting the samples of each global batch as used."""
@@ -494,9 +495,10 @@ class ShardedDataset(InEpochs, Dataset):
                 f"weight: index must be in [-len, len), got {index} for {len(self)} batch(es)"
             ) from None
         batch, part = self._part(position)
-        return shares.weight_of_part(len(part), len(batch), self._share.size)
+        return len(part) * self._share.size / len(batch)
 
     def _part(self, index: int) -> tuple[range, range]:
-        batch = shares.batch_positions(index, self._left, self._batch_size)
+        """Return the positions in the order, from 0, of global batch ``index`` and of this part."""
+        batch = range(self._left)[index * self._batch_size : (index + 1) * self._batch_size]
         share = shares.contiguous_share(len(batch), self._share.rank, self._share.size)
         return batch, batch[share.start : share.stop]

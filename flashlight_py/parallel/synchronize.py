@@ -10,14 +10,8 @@ from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.meter import Meter
 from flashlight_py.nn import Module
 from flashlight_py.parallel import agreement
-from flashlight_py.parallel.tree import (
-    Plan,
-    TreeBuffers,
-    kinds_by_path,
-    plan_of,
-    put_buffer,
-    put_numbers,
-)
+from flashlight_py.parallel import tree as trees
+from flashlight_py.parallel.tree import Plan, TreeBuffers, plan_of
 from flashlight_py.structure import Structured, as_one
 
 SomeTree = TypeVar("SomeTree")
@@ -214,7 +208,7 @@ def give_state(
         values = synchronize_for("synchronize", "tree", dict(state), root, group, plan_of_state)
     for name, value in values.items():
         if value is not state[name]:  # a number: synchronize returned a new one
-            put_buffer(module, name, value)
+            trees.put_buffer(module, name, value)
 
 
 def require_module(module: object) -> None:
@@ -223,7 +217,7 @@ def require_module(module: object) -> None:
 
 
 @internal.in_step()
-def sync_meter(meter: Meter, *, group: ProcessGroup | None = None) -> Any:
+def sync_meter(meter: Meter[Any], *, group: ProcessGroup | None = None) -> Any:
     """Return the value of ``meter`` over the data of all ranks.
 
     Collective, blocking. Every rank of ``group`` (default: the world) passes a meter with equal
@@ -286,7 +280,7 @@ def synchronize_for(
         broadcast(buffer, root, group=members)
     if members.rank != root:
         encoded = buffers.unpack(plan)
-        tree = put_numbers(plan, pickle.loads(encoded) if encoded else [])
+        tree = trees.put_numbers(plan, pickle.loads(encoded) if encoded else [])
     if not plan.gpu_arrays and sum(buffer.nbytes for buffer in buffers.used) <= _KEPT_BYTES:
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()
@@ -305,16 +299,16 @@ def _buffers_for(plan: Plan, number_bytes: int) -> TreeBuffers:
 
 
 def _difference(noun: str, tree: object, root: int, members: ProcessGroup) -> str:
-    sorted_kinds = kinds_by_path(plan_of(tree, sort_keys=True).facts)
-    in_order = {**kinds_by_path(plan_of(tree).facts), **sorted_kinds}  # in the user's order
+    sorted_kinds = trees.kinds_by_path(plan_of(tree, sort_keys=True).facts)
+    in_order = {**trees.kinds_by_path(plan_of(tree).facts), **sorted_kinds}  # in the user's order
     root_and_tree = [root, {path: sorted_kinds[path] for path in in_order if path in sorted_kinds}]
-    roots, trees = zip(*agreement.gather_json(root_and_tree, members), strict=True)
+    roots, kinds = zip(*agreement.gather_json(root_and_tree, members), strict=True)
     if len(set(roots)) > 1:
         return (
             f"expected the same root on every rank, got {agreement.by_rank(roots)}. Nothing was "
             "changed. Pass the same root on every rank"
         )
-    first = [*agreement.differences(trees), "tree (changing meanwhile)"][0]
+    first = [*agreement.differences(kinds), "tree (changing meanwhile)"][0]
     return (
         f"expected the same structure on every rank, got a difference at {noun}"
         f"{first.removeprefix('tree')}. Nothing was changed. Pass {noun}s of equal structure"

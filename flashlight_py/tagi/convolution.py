@@ -7,27 +7,18 @@ import threading
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.tagi import windows
 from flashlight_py.tagi.layer import Deltas, Shape, times_slope
 from flashlight_py.tagi.parameters import Parameter, gaussian, spread
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
-from flashlight_py.tagi.windows import (
-    ImageLayer,
-    WindowPart,
-    Windows,
-    add_patches,
-    batch_first,
-    channel_first,
-    images_of,
-    patches,
-    readable,
-)
+from flashlight_py.tagi.windows import channel_first
 
 # CACHED: bytes of a chunk's columns on the CPU, the cache size of a core. CACHED_ON_GPU: bytes on a
 # GPU, enough to occupy it. COLUMNS: minimum columns, because each chunk reads all weights.
 CACHED, CACHED_ON_GPU, COLUMNS = 1 << 21, 1 << 28, 256
 
 
-class _Convolution(ImageLayer):
+class _Convolution(windows.ImageLayer):
     """Base class of a convolution and its transpose: parameters and image shapes."""
 
     transposed = False
@@ -68,8 +59,8 @@ class _Convolution(ImageLayer):
                 raise ValueError(
                     f"expected {self.input_size} elements per sample for {declared}, got {shape}"
                 )
-            return images_of(declared)
-        images = images_of(shape)
+            return windows.images_of(declared)
+        images = windows.images_of(shape)
         if images[0] != self.in_channels:
             raise ValueError(f"expected {self.in_channels} channels, got images of shape {shape}")
         if self._declared not in (None, images[1:]):
@@ -130,20 +121,20 @@ class Conv2d(_Convolution):
         x = x.shaped(self.input_shape)
         xp, shape = array_module(x.mean), self.shape_of_outputs(len(x.mean))
         weight, variance = self._matrices()
-        means, variances = readable(x.mean, x.variance)
+        means, variances = windows.readable(x.mean, x.variance)
         square = xp.square(weight)
         # One product computes both terms of the variance.
         both = variance if variances is None else xp.concatenate((square, variance), axis=1)
         z, zv = (xp.empty((len(weight), shape[0] * shape[2] * shape[3]), REAL) for _ in range(2))
         matrices = 2 if variances is None else 3
         for part, columns in _columns(self._over, len(means), weight.shape[1], matrices, means):
-            patches(self._over, part, means, variances, tuple(columns))
+            windows.patches(self._over, part, means, variances, tuple(columns))
             xp.matmul(weight, columns[0], out=z[:, part.columns])
             xp.matmul(both, columns[1:].reshape(-1, columns.shape[2]), out=zv[:, part.columns])
         self._add_biases(z, zv)
         if self.training:
             self._x, self._square = BaseHiddenStates(means, None, x.slope), square
-        return BaseHiddenStates(batch_first(z, shape), batch_first(zv, shape))
+        return BaseHiddenStates(windows.batch_first(z, shape), windows.batch_first(zv, shape))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Sum the weights' deltas: ``d`` times input means, and ``e`` times their squares.
@@ -159,7 +150,7 @@ class Conv2d(_Convolution):
         d, e = (channel_first(array.reshape(shape)) for array in (d, e))
         sums = xp.zeros((2, inputs, len(weight)), REAL)
         for part, columns in _columns(over, batch, inputs, 2, x.mean):
-            patches(over, part, x.mean, None, tuple(columns))
+            windows.patches(over, part, x.mean, None, tuple(columns))
             sums[0] += columns[0] @ d[:, part.columns].T
             sums[1] += columns[1] @ e[:, part.columns].T
         self._set_sums(sums.transpose(0, 2, 1), d, e)
@@ -169,7 +160,7 @@ class Conv2d(_Convolution):
         for part, columns in _columns(over, batch, inputs, 1, x.mean):
             for matrix, deltas, target in ((weight, d, back), (self._square, e, back_e)):
                 xp.matmul(matrix.T, deltas[:, part.columns], out=columns[0])
-                add_patches(over, part, columns[0], target)
+                windows.add_patches(over, part, columns[0], target)
         return times_slope(back, back_e, x.slope)
 
 
@@ -218,11 +209,11 @@ class ConvTranspose2d(_Convolution):
             v = channel_first(x.variance)
             second, both = xp.concatenate((v, second + v)), xp.concatenate((square, variance))
         z, zv = (xp.zeros((self.out_channels, batch * shape[2] * shape[3]), REAL) for _ in range(2))
-        images, images_v = batch_first(z, shape), batch_first(zv, shape)
+        images, images_v = windows.batch_first(z, shape), windows.batch_first(zv, shape)
         for part, columns in _columns(over, batch, weight.shape[1], 1, x.mean):
             for matrix, moments, target in ((weight, m, images), (both, second, images_v)):
                 xp.matmul(matrix.T, moments[:, part.columns], out=columns[0])
-                add_patches(over, part, columns[0], target)
+                windows.add_patches(over, part, columns[0], target)
         self._add_biases(z, zv)
         if self.training:
             self._x, self._square = BaseHiddenStates(x.mean, None, x.slope), square
@@ -237,33 +228,33 @@ class ConvTranspose2d(_Convolution):
         x, over, batch = self._x, self._over, len(self._x.mean)
         xp, shape = array_module(x.mean), self.shape_of_outputs(batch)
         weight, _ = self._matrices()
-        d, e = (readable(array.reshape(shape))[0] for array in (d, e))
+        d, e = (windows.readable(array.reshape(shape))[0] for array in (d, e))
         m = channel_first(x.mean)
         sums, back = xp.zeros((2, *weight.shape), REAL), xp.empty((2, *m.shape), REAL)
         for part, columns in _columns(over, batch, weight.shape[1], 1, x.mean):
             span = part.columns
             units = m[:, span]
             for number, (matrix, deltas) in enumerate(((weight, d), (self._square, e))):
-                patches(over, part, deltas, None, tuple(columns))
+                windows.patches(over, part, deltas, None, tuple(columns))
                 sums[number] += (units * units if number else units) @ columns[0].T
                 if needs_input:
                     xp.matmul(matrix, columns[0], out=back[number, :, span])
         self._set_sums(sums, channel_first(d), channel_first(e))
         if not needs_input:
             return None
-        back_d, back_e = (batch_first(array, x.mean.shape) for array in back)
+        back_d, back_e = (windows.batch_first(array, x.mean.shape) for array in back)
         return times_slope(back_d, back_e, x.slope)
 
 
 def _columns(
-    windows: Windows, batch: int, inputs: int, matrices: int, like: Array
-) -> list[tuple[WindowPart, Array]]:
-    """Divide the windows into chunks. Return each chunk with an array for its columns.
+    over: windows.Windows, batch: int, inputs: int, matrices: int, like: Array
+) -> list[tuple[windows.WindowPart, Array]]:
+    """Divide the windows ``over`` into chunks. Return each chunk with an array for its columns.
 
     Arrays are ``[matrices, inputs, columns]``. All arrays of a thread use the same memory.
     """
     memory = CACHED_ON_GPU if is_cupy(like) else CACHED
-    parts = list(windows.parts(batch, max(COLUMNS, memory // (REAL.itemsize * inputs * matrices))))
+    parts = list(over.parts(batch, max(COLUMNS, memory // (REAL.itemsize * inputs * matrices))))
     counts = [part.columns.stop - part.columns.start for part in parts]
     size = matrices * inputs * max(counts)
     if is_cupy(like):

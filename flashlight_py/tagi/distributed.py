@@ -10,15 +10,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flashlight_py import distributed as fl
 from flashlight_py.device import Array
-from flashlight_py.distributed import (
-    DistributedConstants,
-    ProcessGroup,
-    all_reduce,
-    barrier,
-    distributed_init,
-    is_distributed_init,
-)
+from flashlight_py.distributed import ProcessGroup, all_reduce, barrier, distributed_init
 from flashlight_py.distributed.internal import EagerReducer, group_or_world, in_step, plan_buckets
 from flashlight_py.parallel import gradient_pass
 from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
@@ -120,7 +114,7 @@ class DDPSequential:
             )
         self.model = model
         self.config = config or DDPConfig()
-        if self.config.world_size > 1 and not is_distributed_init():
+        if self.config.world_size > 1 and not fl.is_distributed_init():
             distributed_init()  # pytagi scripts do not call it
         members, devices = group_or_world(group), self.config.device_ids
         location = f"DDPSequential: rank {members.rank} of {members.size}"
@@ -134,7 +128,9 @@ class DDPSequential:
             raise ValueError(
                 f"{location}: device_ids must be empty or have one entry per rank, got {devices}"
             )
-        limit = DistributedConstants.COALESCE_CACHE_SIZE if bucket_bytes is None else bucket_bytes
+        limit = (
+            fl.DistributedConstants.COALESCE_CACHE_SIZE if bucket_bytes is None else bucket_bytes
+        )
         if limit <= 0:
             raise ValueError(f"DDPSequential: bucket_bytes must be positive, got {limit}")
         check_settings_agree(

@@ -30,18 +30,8 @@ from flashlight_py.distributed import Work, internal
 from flashlight_py.distributed.internal import Call, bounds
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.structure import require_all, thread_state
-from flashlight_py.tape.arrays import (
-    KINDS,
-    Array,
-    Number,
-    Recorded,
-    RecordedScalar,
-    arrays_in,
-    keep,
-    map_items,
-    reject_read,
-    unwrap,
-)
+from flashlight_py.tape import arrays as tape_arrays
+from flashlight_py.tape.arrays import KINDS, Array, Number, Recorded, arrays_in, map_items, unwrap
 
 _tape = _native.load_extension("tape")
 _FOLDER, _PACKAGE = map(str, Path(__file__).parents[:2])
@@ -157,7 +147,7 @@ class Recording(Watcher):
     def end(self) -> None:
         self._draws.recording = None
         for stand_in in [stand_in for ref in self.stand_ins if type(stand_in := ref()) in KINDS]:
-            keep(stand_in, None)  # the next recording numbers memory anew
+            tape_arrays.keep(stand_in, None)  # the next recording numbers memory anew
         if self.pending:
             self.leave("the step does not wait for an operation that it starts,")
 
@@ -181,7 +171,7 @@ class Recording(Watcher):
             options = options if len(outs) != 1 else {**options, "out": outs[0]}
             both = self._both(options.values())
             plain_options, noted_options = [dict(zip(options, x, strict=True)) for x in both]
-            if RecordedScalar in map(type, outs):
+            if tape_arrays.RecordedScalar in map(type, outs):
                 raise TypeError("out must be an array, got a NumPy number")
         result = function(*plain_args, **plain_options)
         if function is np.matmul and _is_dot(plain_args, result):
@@ -208,7 +198,7 @@ class Recording(Watcher):
             if kind in KINDS:
                 plain, seen = value.plain, value.noted
                 if seen is None and (seen := self._noted(plain)) is plain:
-                    keep(value, plain)  # memory of the state does not move
+                    tape_arrays.keep(value, plain)  # memory of the state does not move
             else:
                 plain = unwrap(value)
                 seen = self.noted(plain)
@@ -318,7 +308,7 @@ class Recording(Watcher):
         is_scalar = kind is not np.ndarray and isinstance(result, np.generic)
         if kind is not np.ndarray and not is_scalar:
             if result is not None:
-                reject_read("a function")
+                tape_arrays.reject_read("a function")
             return result
         array = np.asarray(result) if is_scalar else result
         self._check(array)
@@ -332,7 +322,7 @@ class Recording(Watcher):
             self.made.append(base[1])
             made.append(memory[1])
         noted = array if memory is None else memory[1]
-        return RecordedScalar(array, noted) if is_scalar else Recorded(array, noted)
+        return tape_arrays.RecordedScalar(array, noted) if is_scalar else Recorded(array, noted)
 
     def _check(self, array: Array) -> None:
         if not are_numbers(array):
