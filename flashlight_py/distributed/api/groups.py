@@ -65,7 +65,11 @@ def new_group(
             raise ValueError(f"new_group: ranks must not contain duplicates, got {members}")
         if not members:
             raise ValueError("new_group: ranks must contain at least one rank, got []")
-        return _create_group(parent, "new_group", _member_text(members), timeout, lambda _: members)
+        words = f"new_group {members}"
+        if len(words) > _MOST_WORDS:
+            digest = hashlib.sha256(words.encode()).hexdigest()[:16]
+            words = f"{words[:_MOST_WORDS]}... of {len(members)} ranks (digest {digest})"
+        return _create_group(parent, "new_group", words, timeout, lambda _: members)
 
 
 def split(
@@ -142,14 +146,6 @@ def grid(
     return Grid(rank, extents, tuple(map(bool, wraps)))
 
 
-def _member_text(members: Sequence[int]) -> str:
-    words = f"new_group {list(members)}"
-    if len(words) <= _MOST_WORDS:
-        return words
-    digest = hashlib.sha256(words.encode()).hexdigest()[:16]
-    return f"{words[:_MOST_WORDS]}... of {len(members)} ranks (digest {digest})"
-
-
 def _create_group(
     parent: Membership, verb: str, choice: Any, timeout: float | None,
     select_members: Callable[[Sequence[Any]], list[int]],
@@ -222,8 +218,7 @@ class MemberStore(Store):
 
     def _step(self, verb: Verb, array: Array, peer: int) -> Array:
         call = Call(verb, array, peer=peer, tag=_TAG, part_of=self._verb)
-        moved: Array = self._backend.start(call).wait()
-        return moved
+        return self._backend.start(call).wait()
 
 
 @native_entry(BARRIER)

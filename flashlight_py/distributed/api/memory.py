@@ -64,8 +64,7 @@ def shared_empty(
             if nbytes < LITTLE:  # memory is not checked
                 return shared_array(backend, extents, kind)
             store = BackendStore(backend, "shared_empty")
-            array: Array = made_together(store, lambda: shared_array(backend, extents, kind))
-            return array
+            return made_together(store, lambda: shared_array(backend, extents, kind))
 
 
 def host_array(
@@ -160,8 +159,7 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
         offers = [pickle.loads(data) for data in store.exchange(pickle.dumps(offer))]
         _, path, layout = offers[loader]
         _raise_first(store, [problem for problem, _, _ in offers], error)
-        array: Array = made_together(store, lambda: _map_array(path, layout))
-        return array
+        return made_together(store, lambda: _map_array(path, layout))
     finally:  # runs even if another rank dies or a signal handler raises
         del error  # its traceback refers to this frame
         if file is not None:

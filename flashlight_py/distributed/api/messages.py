@@ -192,15 +192,14 @@ def batch_isend_irecv(ops: Sequence[P2POp], *, group: Group = None) -> Work[list
         return work
     members, ops = members_of(group), list(ops)
     arrays = [getattr(op, "x", None) for op in ops]
-    is_valid = all(isinstance(op, P2POp) for op in ops)
-    begun = [op for op in ops if op.peer is not None] if is_valid else []
+    invalid = [type(op).__name__ for op in ops if not isinstance(op, P2POp)]
+    begun = [] if invalid else [op for op in ops if op.peer is not None]
     with reject_together(members, "batch_isend_irecv", begun, arrays):
-        for op in ops:
-            if not isinstance(op, P2POp):
-                raise TypeError(
-                    "batch_isend_irecv: entries of ops must be P2POp('send' or 'recv', x, peer), "
-                    f"got {type(op).__name__}"
-                )
+        if invalid:
+            raise TypeError(
+                "batch_isend_irecv: entries of ops must be P2POp('send' or 'recv', x, peer), got "
+                f"{invalid[0]}"
+            )
         members.backend()
         messages = [_prepare(members, f"i{op.kind}", op, blocking=False) for op in begun]
         overlap = OverlapCheck("batch_isend_irecv")

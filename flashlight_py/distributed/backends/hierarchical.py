@@ -30,7 +30,7 @@ from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical_calls import HostCalls
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
-from flashlight_py.distributed.calls.call_site import Site, called_at, caller
+from flashlight_py.distributed.calls.call_site import called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.agreement import Agreement, Load, between_hosts
@@ -211,16 +211,13 @@ class HierarchicalBackend(Backend):
                 return Done(self._run(call, number, run))
             if self._thread is None:
                 self._thread = futures.ThreadPoolExecutor(1, "flashlight_py hierarchical")
-            work = FutureWork(self._thread.submit(self._run_on_thread, caller(), call, number, run))
+            run_here = called_at(caller())(self._run)
+            work = FutureWork(self._thread.submit(run_here, call, number, run))
             work.is_settled = call.compared  # the caller of a comparison handles its error
         finally:
             self.callers.threads.discard(thread)
         self._running.append(work)
         return work
-
-    def _run_on_thread(self, site: Site, call: Call, number: int, run: Callable[[], Any]) -> Any:
-        with called_at(site):
-            return self._run(call, number, run)
 
     def _run(self, call: Call, number: int, run: Callable[[], Any]) -> Any:
         """Compare the calls, then call ``run``. If one backend breaks, end the others."""

@@ -24,14 +24,7 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import combine_natively, factors, split_rows
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, RankMessage, between_hosts
-from flashlight_py.distributed.verbs import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    BROADCAST,
-    GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
-)
+from flashlight_py.distributed.verbs import ALL_GATHER, BROADCAST, Verb
 from flashlight_py.distributed.work import Done, Work
 
 # Maximum bytes of array data that a host sends to another in a comparison: one Gloo message.
@@ -45,8 +38,6 @@ _SMALL_BYTES = 64 << 10
 _CHUNK_BYTES = 16 << 20
 
 _DONE = Done()
-_GATHERS = (ALL_GATHER, GATHER)
-_MOVED = (ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST)
 
 
 class HostCalls:
@@ -85,10 +76,10 @@ class HostCalls:
         if call.compared or call.refusal or call.array is None:
             return NO_LOAD
         array: Array = call.array
-        if call.verb in _GATHERS:
+        if call.verb.ragged:
             fits = self._fits_in_message(call, len(array))
             return Load(len(array), as_bytes(array) if fits else NO_LOAD.data)
-        if array.nbytes > self._max_bytes or call.verb not in _MOVED:
+        if not self._fits_whole(call.verb, array):
             return NO_LOAD
         if call.verb is BROADCAST:
             return Load(0, as_bytes(array)) if self._rank == call.root else NO_LOAD
@@ -97,6 +88,10 @@ class HostCalls:
         made = partial(self._combined, *kind, first), partial(self._combined, *kind, last)
         return Load(0, as_bytes(array), *made)
 
+    def _fits_whole(self, verb: Verb, array: Array) -> bool:
+        is_sent = verb is BROADCAST or (verb.reduces and not verb.prefix)
+        return is_sent and array.nbytes <= self._max_bytes
+
     def _fits_in_message(self, call: Call, rows: int) -> bool:
         return rows * row_bytes(call.array) <= self._max_rank_bytes
 
@@ -104,9 +99,9 @@ class HostCalls:
         """Return whether ``message``, received in the comparison, has the result of ``call``."""
         if call.compared or call.array is None:
             return False
-        if call.verb in _GATHERS:
+        if call.verb.ragged:
             return all(self._fits_in_message(call, rows) for rows in message.lengths)
-        return call.verb in _MOVED and call.array.nbytes <= self._max_bytes
+        return self._fits_whole(call.verb, call.array)
 
     def take(self, call: Call, message: RankMessage) -> Any:
         """Copy the result in ``message`` to ``call.array`` or ``call.out``, and return it."""
@@ -115,7 +110,7 @@ class HostCalls:
             return array if call.verb.in_place else None
         if call.verb is BROADCAST and self._rank == call.root:
             return array  # do not write to it: it may be read-only
-        if call.verb in _GATHERS:
+        if call.verb.ragged:
             values = np.ndarray((sum(message.lengths), *array.shape[1:]), array.dtype, message.data)
             return self._in_rank_order(call, values, message.lengths)
         result, values = array, np.ndarray(array.shape, array.dtype, message.data)
@@ -137,7 +132,7 @@ class HostCalls:
         """Reduce inside each host and then between hosts. Copy the result to all ranks."""
         array: Array = call.array
         first, last = factors(array.dtype, call.op, call.scale)
-        inside, between = (Call(ALL_REDUCE, None, call.op, scale) for scale in (first, last))
+        inside, between = (Call(call.verb, None, call.op, scale) for scale in (first, last))
         self._exchange(array, inside, between)
         return array
 
@@ -146,8 +141,8 @@ class HostCalls:
         array: Array = call.array
         home, inside = self._host_of[call.root], None
         if self._home == home:
-            inside = Call(BROADCAST, root=self._hosts[home].index(call.root))
-        self._exchange(array, inside, Call(BROADCAST, root=home))
+            inside = Call(call.verb, root=self._hosts[home].index(call.root))
+        self._exchange(array, inside, Call(call.verb, root=home))
         return array
 
     def _exchange(self, array: Array, inside: Call | None, between: Call) -> None:
@@ -186,9 +181,10 @@ class HostCalls:
         leader = local_root if local_root < self._leaders else 0  # the same on every host
         first, last = factors(array.dtype, call.op, call.scale)
         total = array.copy()
-        self._inside.start(Call(REDUCE, total, call.op, first, root=leader)).wait()
+        self._inside.start(Call(call.verb, total, call.op, first, root=leader)).wait()
         if self._inside.rank == leader and self._between is not None:
-            self._between.start(Call(REDUCE, total, call.op, last, home, seconds=self.far)).wait()
+            step = Call(call.verb, total, call.op, last, home, seconds=self.far)
+            self._between.start(step).wait()
         else:
             self._runs_ahead()
         if self._home == home and local_root != leader:
@@ -257,7 +253,7 @@ class HostCalls:
         reduced = np.empty(sum(lengths), call.array.dtype)
         rest = [0] * (self._inside.size - self._leaders)
         for region, counts, out in zip(regions, sizes, split_rows(reduced, lengths), strict=True):
-            step = Call(REDUCE_SCATTER, region.flat, call.op, scale, rows=counts + rest, out=out)
+            step = Call(call.verb, region.flat, call.op, scale, rows=counts + rest, out=out)
             self._inside.start(step).wait()
         return reduced, lengths
 
@@ -265,7 +261,7 @@ class HostCalls:
         self, call: Call, scale: float, data: Array, lengths: Sequence[int], out: Array
     ) -> None:
         assert self._between is not None
-        step = Call(REDUCE_SCATTER, data, call.op, scale, rows=lengths, out=out, seconds=self.far)
+        step = Call(call.verb, data, call.op, scale, rows=lengths, out=out, seconds=self.far)
         self._between.start(step).wait()
 
     def _regions(self, flat: Array, counts: Sequence[int]) -> list[Region]:

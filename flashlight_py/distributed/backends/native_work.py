@@ -167,9 +167,7 @@ class NativeWork(Work):
             return result
         signatures = self._signatures()
         rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
-        if (
-            result is not None and arrays.row_count(result) == rows
-        ):  # empty rows, so no bytes arrived
+        if result is not None and arrays.row_count(result) == rows:  # empty: no bytes arrived
             return result
         if self._out is not None:
             arrays.check_out_rows(self._name, self._out, rows, backend.rank, backend.size)

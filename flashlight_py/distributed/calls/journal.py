@@ -183,9 +183,8 @@ class Journal(Ring):
         number = 0 if verb.is_message else self._count()
         kinds = {_dtype_and_shape(one_call) for one_call in calls}
         dtype, shape = kinds.pop() if len(kinds) == 1 else (None, None)
-        size = None
-        if shape is None:
-            size = sum(step.array.nbytes for step in calls if step.array is not None)
+        arrays = [step.array for step in calls if step.array is not None]
+        size = sum(array.nbytes for array in arrays) if shape is None else None
         peer, tag = (call.peer, call.tag) if verb.is_message else (None, None)
         op, root = call.op if verb.reduces else None, call.root if verb.rooted else None
         record = self._begin((self.name, number, name, dtype, shape, op, root, peer, tag, size), 3)
@@ -281,17 +280,14 @@ class Journal(Ring):
     def _record(self, row: Any, note: Any, rate: float) -> Record:
         verb, flags = NATIVE[int(row["verb"])], row["flags"]
         ndim, peer = int(row["ndim"]), int(row["peer"])
-        dtype: Any = None
-        shape = None
+        dtype, shape = None, None
         if verb is not BARRIER and ndim >= 0:
             name = DTYPES[row["dtype"]]
             dtype = name if name == "bfloat16" else np.dtype(name)  # NumPy may lack bfloat16
-            fits = ndim <= len(row["shape"])
-            shape = tuple(int(extent) for extent in row["shape"][:ndim]) if fits else None
+            shape = tuple(map(int, row["shape"][:ndim])) if ndim <= len(row["shape"]) else None
         op, root = ReduceOp(int(row["op"])) if verb.reduces else None, peer if verb.rooted else None
         other, tag = (peer, int(row["tag"])) if verb.is_message else (None, None)
-        number = int(row["number"])
-        size = int(row["bytes"])
+        number, size = int(row["number"]), int(row["bytes"])
         fields = (self.name, number, verb.name, dtype, shape, op, root, other, tag, size)
         ticks, nanoseconds = self._zero
         started = nanoseconds + int((int(row["started"]) - ticks) * rate)

@@ -365,17 +365,14 @@ class Watchdog:
             if self._stopping in ready:
                 return
             if ready:
-                self.write("SIGUSR1", self._stacks().splitlines())
+                text = b""
+                while system.select([self._reader], [], [], _WRITING_SECONDS)[0]:
+                    text += system.read(self._reader, _PIPE_BYTES)
+                self.write("SIGUSR1", text.decode(errors="replace").splitlines())
                 continue
             with self._locked():  # wait while another thread writes the record
                 if self._others.have_written(after=self._written + _QUIET_SECONDS):
                     self.write(ANSWER, level=logging.INFO)
-
-    def _stacks(self) -> str:
-        text = b""
-        while system.select([self._reader], [], [], _WRITING_SECONDS)[0]:
-            text += system.read(self._reader, _PIPE_BYTES)
-        return text.decode(errors="replace")
 
 
 def _pipe(undo: contextlib.ExitStack) -> tuple[int, int]:

@@ -102,18 +102,17 @@ class Sharing(NamedTuple):
     @classmethod
     def read(cls, texts: Sequence[bytes]) -> Sharing:
         answers = [json.loads(text) for text in texts]
-        by_leader: dict[int, list[int]] = {}
-        for rank, (leader, _, _) in enumerate(answers):
-            by_leader.setdefault(leader, []).append(rank)
         reasons = (
             f"rank {rank} shares no memory with rank {first} of its host: {why}"
             for rank, (leader, first, why) in enumerate(answers)
             if leader != answers[first][0]
         )
         apart = next(reasons, "")
-        groups = [by_leader[leader] for leader in sorted(by_leader)]
-        numbers = {rank: number for number, group in enumerate(groups) for rank in group}
-        of = [numbers[rank] for rank in range(len(numbers))]
+        numbers = {leader: number for number, leader in enumerate(sorted({a[0] for a in answers}))}
+        of = [numbers[leader] for leader, _, _ in answers]
+        groups: list[list[int]] = [[] for _ in numbers]
+        for rank, number in enumerate(of):
+            groups[number].append(rank)
         return cls(groups, of, list(zip(*groups, strict=False)), apart)
 
 
@@ -282,11 +281,7 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
 
 
 def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str]:
-    good = [
-        source
-        for source in card.sources
-        if source not in bad and not interfaces.is_loopback(source)
-    ]
+    good = [ip for ip in card.sources if ip not in bad and not interfaces.is_loopback(ip)]
     for family in _FAMILIES:  # a host's only address of a family is a candidate
         only = [address for address in _of_family(card.addresses, family) if address not in bad]
         good += only if len(only) == 1 else []
@@ -328,16 +323,13 @@ def _of_family(addresses: Iterable[str], family: AddressFamily) -> list[str]:
 
 
 def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
-    cards_by_address: dict[str, list[Card]] = {}
+    owners: dict[str, Card] = {}
     for card, address in zip(cards, chosen, strict=True):
-        cards_by_address.setdefault(address, []).append(card)
-    for address, same in cards_by_address.items():
-        asking = next((card for card in same if card.interface), None)
-        other = next((card for card in same if asking and card.host != asking.host), None)
-        if asking and other:
+        owner = owners.setdefault(address, card)
+        if owner.host != card.host and (wanted := owner.interface or card.interface):
             raise ValueError(
-                f"{asking.interface!r} must have distinct addresses on each host, got {address} on "
-                f"{asking.name} and {other.name}"
+                f"{wanted!r} must have distinct addresses on each host, got {address} on "
+                f"{owner.name} and {card.name}"
             )
 
 

@@ -121,7 +121,6 @@ def detect(environ: Mapping[str, str] = system.environ) -> LaunchEnvironment | N
     outer = next(filter(None, (names.read(environ) for names in _OUTER)), slurm)
     if inner is not None:
         _check_inner(environ, inner, outer)
-        _check_pod(environ, inner)
     launch = inner or outer or pod
     return launch if launch is None else _with_hints(environ, launch, slurm or pod)
 
@@ -129,33 +128,28 @@ def detect(environ: Mapping[str, str] = system.environ) -> LaunchEnvironment | N
 def _check_inner(
     environ: Mapping[str, str], inner: LaunchEnvironment, outer: LaunchEnvironment | None
 ) -> None:
-    """Raise ValueError if RANK and WORLD_SIZE contradict the variables of mpirun or srun.
+    """Raise ValueError if RANK and WORLD_SIZE contradict variables of mpirun, srun or a pod.
 
     RANK and WORLD_SIZE may be left from an earlier launch. They are valid if a launcher inside
-    mpirun or srun has set them: it also sets a variable of ``marks``.
+    mpirun or srun has set them: it also sets a variable of ``marks``. If a pod requests several
+    ranks, torchrun must have started this process.
     """
     marks = {"TORCHELASTIC_RUN_ID", "FLASHLIGHT_FILE", "FLASHLIGHT_RESTART_COUNT"}
     is_marked = not marks.isdisjoint(environ)
-    if outer is None or is_marked or (outer.rank, outer.size) == (inner.rank, inner.size):
-        return
-    raise ValueError(
-        f"RANK={inner.rank} and WORLD_SIZE={inner.size} contradict {outer.variables[0]}="
-        f"{outer.rank} and {outer.variables[1]}={outer.size}. Unset the variables of the earlier "
-        "launch"
-    )
-
-
-def _check_pod(environ: Mapping[str, str], launched: LaunchEnvironment) -> None:
-    """Raise ValueError if a pod requests several ranks, but torchrun did not start this process."""
+    if outer and not is_marked and (outer.rank, outer.size) != (inner.rank, inner.size):
+        raise ValueError(
+            f"RANK={inner.rank} and WORLD_SIZE={inner.size} contradict {outer.variables[0]}="
+            f"{outer.rank} and {outer.variables[1]}={outer.size}. Unset the variables of the "
+            "earlier launch"
+        )
     ranks = environ.get("PET_NPROC_PER_NODE", "")
-    if not ranks.isdecimal() or int(ranks) < 2 or launched.local_rank is not None:
-        return
-    raise ValueError(
-        f"PET_NPROC_PER_NODE={ranks} requests {ranks} processes of torchrun in each pod, but "
-        f"torchrun did not start this process: RANK={launched.rank} is the number of the pod, and "
-        f"some of WORLD_SIZE={launched.size} ranks would be missing. Start the program by "
-        "torchrun, which reads PET_*, or request one process in each pod"
-    )
+    if ranks.isdecimal() and int(ranks) > 1 and inner.local_rank is None:
+        raise ValueError(
+            f"PET_NPROC_PER_NODE={ranks} requests {ranks} processes of torchrun in each pod, but "
+            f"torchrun did not start this process: RANK={inner.rank} is the number of the pod, and "
+            f"some of WORLD_SIZE={inner.size} ranks would be missing. Start the program by "
+            "torchrun, which reads PET_*, or request one process in each pod"
+        )
 
 
 def _pod(environ: Mapping[str, str]) -> LaunchEnvironment | None:

@@ -34,14 +34,7 @@ from flashlight_py.distributed.rendezvous.store import (
     name_ranks,
     unreachable_text,
 )
-from flashlight_py.distributed.rendezvous.wire import (
-    LEAF,
-    Connection,
-    Greeting,
-    Kind,
-    Position,
-    WireError,
-)
+from flashlight_py.distributed.rendezvous.wire import LEAF, Connection, Greeting, Kind, WireError
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import source_address
 
@@ -339,8 +332,8 @@ class TreeNode(Gate):
 
     def _assign_position(self, candidate: Connection, rank: int, greeting: Greeting) -> None:
         """Send a process its position. If its parent is this rank, the process becomes a child."""
-        point, here = self._point, self._position
-        position = Position(rank, here.rank, here.depth + 1, str(self._processes[point.rank]))
+        point, here, process = self._point, self._position, str(self._processes[self._point.rank])
+        position = here._replace(rank=rank, parent=here.rank, depth=here.depth + 1, peer=process)
         if self._is_root and point.is_tree and greeting.listens_at != LEAF:
             position = self._record.assign(rank, candidate, greeting)
         elif self._is_root:
