@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -158,9 +158,14 @@ def scatter(
         elif xs is None:
             raise ValueError(f"scatter: expected xs on the root, rank {root}, got None")
         call = Call(SCATTER, root=root, blocking=not async_op)
-        if rows is None:
-            return _scatter_equal(members, call, xs, out, kind)
-        return _scatter_rows(members, call, xs, out, kind, rows)
+        counts = None if rows is None else row_counts("scatter", rows, members.size)
+        if xs is not None:
+            call.array = _concatenate_parts(xs, members.size, counts)
+        elif out is not None:
+            call.out = as_array("scatter", out, of_any_dtype=True, mutable=True)
+        if counts is None:
+            return _scatter_equal(members, call, out, kind)
+        return _scatter_rows(members, call, out, kind, counts)
 
 
 @native_entry(ALL_TO_ALL)
@@ -220,9 +225,7 @@ def all_to_all(
     return Then(result, with_rows) if async_op else with_rows(result)
 
 
-def _blocks_to_all(
-    members: Membership, xs: Sequence[Any], outs: Any, async_op: bool, has_rows: bool
-) -> Any:
+def _blocks_to_all(members: Membership, xs: Any, outs: Any, async_op: bool, has_rows: bool) -> Any:
     """Send ``xs[r]`` to rank r as bytes, with its dtype and shape at the end."""
     verb, rank = ALL_TO_ALL.name, members.rank
 
@@ -275,15 +278,15 @@ def _blocks_to_all(
 
 
 # The root sends dtype and shape with the data, so other ranks need no array.
-def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any) -> Any:
-    parts = None if xs is None else _concatenate_parts(xs, members.size)
+def _scatter_equal(members: Membership, call: Call, out: Any, kind: Any) -> Any:
+    parts = call.array
     if parts is not None and parts.ndim > _DIMENSIONS + 1:
         raise ValueError(
             f"scatter: a part must have at most {_DIMENSIONS} dimensions, got shape "
             f"{parts.shape[1:]}. Reshape the array."
         )
     # parts[0] would be a scalar if the parts have no dimensions.
-    like = _out_array(out) if parts is None else parts[0, ...]
+    like = call.out if parts is None else parts[0, ...]
     space = prepare_output("scatter", out, like, () if like is None else like.shape, kind)
     if like is not None and native_code(like.dtype) == MOVED:
         # Ranks without ``out`` need dtype and shape, so each part contains them as text.
@@ -297,15 +300,11 @@ def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any
     return finish(members, call, members.run(call), space)
 
 
-def _scatter_rows(
-    members: Membership, call: Call, xs: Any, out: Any, kind: Any, rows: Iterable[object]
-) -> Any:
-    counts = row_counts("scatter", rows, members.size)
-    array = None if xs is None else _concatenate_parts(xs, members.size, counts)
-    like = array if array is not None else _out_array(out)
+def _scatter_rows(members: Membership, call: Call, out: Any, kind: Any, counts: list[int]) -> Any:
+    array, call.array = call.array, None
+    call.out = like = call.out if array is None else array
     shape = () if like is None else (counts[members.rank], *like.shape[1:])
     space = prepare_output("scatter", out, like, shape, kind)
-    call.out = like
 
     def move() -> Work:
         kind, shape = _agree(members, call, counts)
@@ -320,9 +319,7 @@ def _scatter_rows(
     return finish(members, call, members.journal.run([call], "scatter", move), space)
 
 
-def _agree(
-    members: Membership, call: Call, counts: list[int]
-) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def _agree(members: Membership, call: Call, counts: list[int]) -> tuple[Any, tuple[int, ...]]:
     """Compare the arguments of all ranks. Return dtype and ``shape[1:]`` of the root's array.
 
     Every rank raises MismatchError if ranks differ in ``counts`` or ``root``, or if the ``out`` of
@@ -336,19 +333,13 @@ def _agree(
     expected = calls[root]
     if any(call[:2] != expected[:2] or call[2] not in (None, expected[2]) for call in calls):
         prefix = f"[scatter] rank {members.rank} of {members.size}"
-        words = [_call_text(*values) for values in calls]
+        words = []
+        for rows, rank, held in calls:
+            about = held and f"{dtype_name(dtype_from_text(held[0]))} rows of {held[1]}, "
+            words.append(f"scatter({about or ''}rows={rows}, root={rank})")
         raise MismatchError(different_calls(prefix, enumerate(words), 0, which="this call"))
     dtype, shape = expected[2]
     return dtype_from_text(dtype), shape
-
-
-def _call_text(counts: list[int], root: int, kind: tuple[str, tuple[int, ...]] | None) -> str:
-    about = "" if kind is None else f"{dtype_name(dtype_from_text(kind[0]))} rows of {kind[1]}, "
-    return f"scatter({about}rows={counts}, root={root})"
-
-
-def _out_array(out: Any) -> Array | None:
-    return None if out is None else as_array("scatter", out, of_any_dtype=True, mutable=True)
 
 
 def _concatenate_parts(xs: Any, size: int, counts: list[int] | None = None) -> Array:

@@ -20,18 +20,15 @@ from flashlight_py.distributed.api.verb_call import Group, reason_of, reject_tog
 from flashlight_py.distributed.backends.exchange import LATER, PROBLEM, Frame, read_frames
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank
-from flashlight_py.distributed.calls.journal import (
-    ALL_GATHER_OBJECT,
-    BROADCAST_OBJECT,
-    GATHER_OBJECT,
-    SCATTER_OBJECT,
-)
+from flashlight_py.distributed.calls.journal import OBJECTS
 from flashlight_py.distributed.groups.membership import Membership, members_of, world_fast
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 __all__ += ["recv_object", "send_object"]
 
 T = TypeVar("T")
+
+BROADCAST_OBJECT, ALL_GATHER_OBJECT, GATHER_OBJECT, SCATTER_OBJECT = OBJECTS
 
 # Maximum bytes of a frame in the first collective of a gather. A longer frame is sent in a second
 # collective, and only to the root. csrc/fast/objects.c has the same limits.

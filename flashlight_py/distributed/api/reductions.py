@@ -24,13 +24,7 @@ from flashlight_py.distributed.api.verb_call import (
     resolve_reduction,
     store_result,
 )
-from flashlight_py.distributed.calls.arrays import (
-    as_array,
-    check_op_and_scale,
-    identity_of,
-    pack_terms,
-    parse_op,
-)
+from flashlight_py.distributed.calls.arrays import as_array, identity_of, pack_terms, parse_op
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import NUMBERS, OverlapCheck, as_number
 from flashlight_py.distributed.calls.combining import split_rows
@@ -256,8 +250,7 @@ def all_reduce_location(
             array, number = as_number(verb, x)
         else:
             array = as_array(verb, x, writes=False, of_any_dtype=True)
-        kind = parse_op(verb, op)
-        check_op_and_scale(verb, array.dtype, kind, 1.0)
+        kind, _ = resolve_reduction(verb, array.dtype, op, 1.0, members.size)
         if kind not in (ReduceOp.MIN, ReduceOp.MAX):
             raise ValueError(f"{verb}: op must be 'min' or 'max', got {op!r}")
         xp, name = array_module(array), kind.name.lower()

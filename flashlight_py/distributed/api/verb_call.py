@@ -233,10 +233,8 @@ def prepare_output(
     first = array.shape[:1] if shape[:1] == (None,) and array.ndim else shape[:1]
     is_other = array.dtype.newbyteorder("=") != like.dtype.newbyteorder("=")
     if array.shape != (*first, *shape[1:]) or is_other:
-        expected = str(shape).replace("None", "any")
-        raise ValueError(
-            f"{name}: out must be {like.dtype} {expected}, got {array.dtype} {array.shape}"
-        )
+        expected = f"{like.dtype} {str(shape).replace('None', 'any')}"
+        raise ValueError(f"{name}: out must be {expected}, got {array.dtype} {array.shape}")
     return Output(out, array, as_packed(array))
 
 

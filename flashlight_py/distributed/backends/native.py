@@ -258,12 +258,6 @@ class NativeBackend(Backend):
         self._track(work)
         return work
 
-    def _refuse(self, call: Call) -> Work:
-        """Send a signature that differs from every other rank's, so that all ranks raise."""
-        if self.group is None:
-            return Done()  # the group is closed, and the other ranks were notified
-        return self._launch(replace(call, blocking=False), result=None)
-
     def call_ahead(self, rank: int) -> str:
         """Return as text a collective that ``rank`` has begun before this rank, or ""."""
         call, group = self.ffi.new("fl_signature *"), self.group
@@ -353,8 +347,10 @@ class NativeBackend(Backend):
         return site
 
     def start(self, call: Call) -> Work:
-        if call.refusal:
-            return self._refuse(call)
+        if call.refusal:  # send a signature that differs from every other rank's: all ranks raise
+            if self.group is None:
+                return Done()  # the group is closed, and the other ranks were notified
+            return self._launch(replace(call, blocking=False), result=None)
         if call.is_open:
             return self._receive_open(call)
         if call.compared:

@@ -162,10 +162,8 @@ def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
     """Return native code's number for ``dtype``. Raises TypeError if no reduction accepts it."""
     code = native_code(dtype)
     if code == MOVED or dtype == BFLOAT16_BYTES:
-        advice = f". {_advice(verb, None)}" if dtype.hasobject else ""
-        raise TypeError(
-            f"{verb}: dtype {dtype_name(dtype)} is not supported{advice}. Accepted: {ACCEPTED}"
-        )
+        name, advice = dtype_name(dtype), f". {_advice(verb, None)}" if dtype.hasobject else ""
+        raise TypeError(f"{verb}: dtype {name} is not supported{advice}. Accepted: {ACCEPTED}")
     return code
 
 

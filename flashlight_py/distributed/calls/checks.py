@@ -37,9 +37,7 @@ def check_seconds(verb: str, timeout: Any) -> float | None:
     return float(timeout)
 
 
-def check_rows(
-    verb: str, array: Array, rows: Iterable[object] | None, size: int
-) -> list[int] | None:
+def check_rows(verb: str, array: Array, rows: Iterable[Any] | None, size: int) -> list[int] | None:
     """Return ``rows`` as ints, or None if ``rows`` is None, which means equal parts.
 
     Raises ValueError if the first dimension of ``array`` cannot be split into these ``size`` parts.

@@ -16,7 +16,6 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from flashlight_py import system
@@ -63,9 +62,7 @@ class _Hooks:
         if threading.excepthook == self._end_thread:
             threading.excepthook = self._of_threads
 
-    def _end(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def _end(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         try:
             if self._main is sys.__excepthook__ and sys.stderr is not None and not is_full():
                 print(folded(error), end="", file=sys.stderr, flush=True)
@@ -176,12 +173,7 @@ class abort_on_exception:
     def __enter__(self) -> None:
         """Begin the block."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         is_exit = isinstance(error, SystemExit) and error.code in (0, None)
         if error is not None and not (is_exit or isinstance(error, GeneratorExit)):
             report(error)

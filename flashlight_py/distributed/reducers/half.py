@@ -41,6 +41,8 @@ class CastCompression(Compression):
 
     def _narrow(self, flat: Array) -> Array:
         """Round to 16 bits. Finite numbers stay finite. Infinities and NaN do not change."""
+        if self._dtype == np.float16 and not is_cupy(flat):
+            return to_half(flat)
         with np.errstate(all="ignore"):
             narrow: Array = flat.astype(self._dtype)
         bits = narrow.view(np.uint16)
@@ -50,7 +52,10 @@ class CastCompression(Compression):
         return narrow
 
     def _widen(self, narrow: Array, out: Array) -> None:
-        out[...] = narrow
+        if self._dtype == np.float16 and not is_cupy(narrow):
+            from_half(narrow, out)
+        else:
+            out[...] = narrow
 
 
 class Float16Compression(CastCompression):
@@ -75,15 +80,6 @@ class Float16Compression(CastCompression):
 
     def __init__(self) -> None:
         super().__init__(np.dtype(np.float16))
-
-    def _narrow(self, flat: Array) -> Array:
-        return super()._narrow(flat) if is_cupy(flat) else to_half(flat)
-
-    def _widen(self, narrow: Array, out: Array) -> None:
-        if is_cupy(narrow):
-            super()._widen(narrow, out)
-        else:
-            from_half(narrow, out)
 
 
 class Bfloat16Compression(CastCompression):

@@ -1,9 +1,8 @@
 """A tree of ranks: each rank sends its payload towards rank 0, and receives all payloads.
 
-In a small job, rank 0 is the parent of all ranks. In a large job (``MeetingPoint.is_tree``) one
-rank of each host is its speaker. A speaker asks rank 0 for a parent and connects to this parent.
-The other ranks of the host connect to the speaker by a local socket. A process therefore has at
-most some dozens of connections to other hosts. In the first exchange, payloads travel up in batches
+In a small job, rank 0 is the parent of all ranks. In a large job (``MeetingPoint.is_tree``), the
+speakers of the hosts form the tree (gate.py), so a process has at most some dozens of connections
+to other hosts. In the first exchange, payloads travel up in batches
 as they arrive. A rank that loses its parent asks for another parent and sends the payloads again.
 In later exchanges, each rank waits for its whole subtree and sends all of its payloads together,
 and a closed connection means a dead rank. A rank that detects a failure notifies its neighbours,
@@ -23,17 +22,10 @@ from selectors import EVENT_READ, EVENT_WRITE
 from typing import Any
 
 from flashlight_py import system
+from flashlight_py.distributed.rendezvous import store
 from flashlight_py.distributed.rendezvous.gate import SHORT_SECONDS, Gate, MeetingPoint
 from flashlight_py.distributed.rendezvous.places import TreeRecord, entry, identity
 from flashlight_py.distributed.rendezvous.secret import REMEDY
-from flashlight_py.distributed.rendezvous.store import (
-    ANY_RANK,
-    Roster,
-    Waiting,
-    missing_text,
-    name_ranks,
-    unreachable_text,
-)
 from flashlight_py.distributed.rendezvous.wire import LEAF, Connection, Greeting, Kind, WireError
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import source_address
@@ -75,7 +67,7 @@ class TreeNode(Gate):
             except OSError as error:
                 raise point.error(str(error)) from error
 
-    def exchange(self, payload: bytes) -> Roster:
+    def exchange(self, payload: bytes) -> store.Roster:
         """Send ``payload``, and return the payloads of all ranks."""
         point = self._point
         self._deadline = system.monotonic() + point.timeout
@@ -85,7 +77,7 @@ class TreeNode(Gate):
         self._record.begin(payload, self._round == 0)
         if self._is_root:
             self._become_speaker(point.job_secret)
-        waiting = Waiting(f"rendezvous at {point.name}{point.note}")
+        waiting = store.Waiting(f"rendezvous at {point.name}{point.note}")
         self._send_up()
         while not self._roster:
             is_over = system.monotonic() >= self._deadline
@@ -99,7 +91,7 @@ class TreeNode(Gate):
                 if self._is_root:
                     self._poll(waiting)
         self._finish()
-        return Roster(self._roster)
+        return store.Roster(self._roster)
 
     def _entry(self) -> bytes:
         who = b"" if self._round else identity(self._process)
@@ -109,7 +101,7 @@ class TreeNode(Gate):
         """Send pending messages to the parent. Rank 0 creates the roster if all payloads exist."""
         if self._is_root:
             if len(payloads := self._record.payloads) == self._size:
-                self._roster = Roster.of([payloads[rank] for rank in range(self._size)]).body
+                self._roster = store.Roster.of([payloads[rank] for rank in range(self._size)]).body
                 self._record.end()
             return
         if self._up is None:
@@ -124,7 +116,7 @@ class TreeNode(Gate):
                 sent_kind = Kind.PAYLOAD if is_complete and kind is Kind.PART else kind
                 self._up.send(sent_kind, b"".join(body for _, body in group), self._deadline)
 
-    def _poll(self, waiting: Waiting) -> None:
+    def _poll(self, waiting: store.Waiting) -> None:
         if system.monotonic() >= self._point.next_poll:
             try:
                 listener = self._point.poll()
@@ -145,7 +137,7 @@ class TreeNode(Gate):
                 _log.warning(
                     "%s joined from another host, and this job has no secret: any process that can "
                     "reach %s could have joined, and could run code in this program; %s",
-                    name_ranks(self._unproven),
+                    store.name_ranks(self._unproven),
                     self._point.name,
                     REMEDY,
                 )
@@ -180,7 +172,9 @@ class TreeNode(Gate):
         messages.clear()
         if (is_up or is_member) and connection.is_unreachable and not self._verdict:
             seconds = self._point.host_timeout
-            raise self._failure(unreachable_text(self._describe(connection), seconds), joining=True)
+            raise self._failure(
+                store.unreachable_text(self._describe(connection), seconds), joining=True
+            )
         if connection.has_ended:
             self._handle_end(connection, is_up, is_member)
 
@@ -237,7 +231,7 @@ class TreeNode(Gate):
         died = f"{self._describe(connection)} has died or exited: it closed the connection"
         lost = Kind.LOST, f"{rank} {self._position.rank} {died}\n".encode()
         if is_up:
-            self._up, self._lost_parent = None, rank or ANY_RANK
+            self._up, self._lost_parent = None, rank or store.ANY_RANK
             self._loss = died if rank else ""  # another process may replace a lost rank 0
         else:
             del self.members[rank]
@@ -249,7 +243,10 @@ class TreeNode(Gate):
             self._record.remove(rank, 0)
         elif is_member:
             self._pending.append(lost)
-            self._log = [(ANY_RANK, *lost), *(entry for entry in self._log if entry[0] != rank)]
+            self._log = [
+                (store.ANY_RANK, *lost),
+                *(entry for entry in self._log if entry[0] != rank),
+            ]
 
     def _describe(self, connection: Connection) -> str:
         rank = connection.rank or 0
@@ -267,7 +264,7 @@ class TreeNode(Gate):
         if not self._is_root:
             if self._is_late or self._up is None:
                 parent = self._position.parent
-                raise self._failure(missing_text([parent], self._size, point.timeout))
+                raise self._failure(store.missing_text([parent], self._size, point.timeout))
             self._up.send(Kind.LATE, str(self._round).encode(), now + _ANSWER_SECONDS)
             self._deadline = now + _ANSWER_SECONDS + _LEVEL_SECONDS * (self._position.depth - 1)
         elif self._is_late or not point.is_tree:
@@ -288,7 +285,7 @@ class TreeNode(Gate):
             f"; rank {rank} ({departed[rank]}) had joined and died or left"
             for rank in [rank for rank in missing if rank in departed][:8]
         )
-        sentence = missing_text(missing, self._size, self._point.timeout)
+        sentence = store.missing_text(missing, self._size, self._point.timeout)
         hosts = ", ".join(sorted(self._rejected_hosts))
         strangers = f"processes on {hosts} were rejected, as they have another secret: {REMEDY}"
         return f"{sentence}{left}; {self._point.remedy()}{f'; {strangers}' if hosts else ''}"
@@ -370,7 +367,7 @@ class TreeNode(Gate):
                 if not is_over or not absent:
                     continue
                 if has_asked:
-                    raise self._failure(f"{name_ranks(absent)} joined and did not leave")
+                    raise self._failure(f"{store.name_ranks(absent)} joined and did not leave")
                 # A rank deeper in the tree waits for a shorter time, because its error must come
                 # first: it names the absent ranks.
                 settle = _QUERY_SECONDS / (self._position.depth or 0.5)
@@ -450,11 +447,11 @@ class TreeStore(MeetingPoint):
         self.node = TreeNode(self)
         self._has_ended = False
 
-    def exchange(self, payload: bytes) -> Roster:
+    def exchange(self, payload: bytes) -> store.Roster:
         if self._has_ended:
             raise self.error("this store was closed or has failed. Create a new store")
         if self.size == 1:
-            return Roster.of([payload])
+            return store.Roster.of([payload])
         try:
             return self.node.exchange(bytes(payload))
         except RendezvousError:

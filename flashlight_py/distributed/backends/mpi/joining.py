@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.mpi.backend import MpiBackend, Progress, progress_of
+from flashlight_py.distributed.backends.mpi.backend import MpiBackend, progress_of
 from flashlight_py.distributed.rendezvous.mpi_store import load_mpi
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import DistributedError, UnavailableEverywhereError
@@ -27,9 +27,8 @@ def connect_mpi(
 ) -> MpiBackend:
     """Connect the ranks of ``store`` by their MPI library. Collective, blocking.
 
-    ``join_cpus()`` returns a backend of the same ranks that compares their calls. Each operation
-    may take ``seconds``. If ``checked``, which is equal on all ranks, all calls are compared. If
-    ``gpu_aware``, the library accepts pointers to GPU memory.
+    ``join_cpus()`` returns a backend of the same ranks that compares their calls. For the other
+    arguments, see ``MpiBackend``. ``checked`` must be equal on all ranks.
 
     Raises UnavailableEverywhereError on every rank if a rank lacks mpi4py or a library, MPI did not
     start the processes together, or settings differ.
@@ -54,7 +53,13 @@ def connect_mpi(
         control.close()
         raise
     progress = progress_of(mpi, mpi.Query_thread() == mpi.THREAD_MULTIPLE)
-    return MpiBackend(progress, comm, control, _library_text(progress), seconds, checked, gpu_aware)
+    import mpi4py
+
+    line = mpi.Get_library_version().splitlines()[0].split(",")[0]
+    library = " ".join(line.replace("Version:", "").split())
+    threads = "any thread" if progress.threaded else "one thread: async verbs advance in waits only"
+    path = f"MPI ({library}; mpi4py {mpi4py.__version__}; {threads})"
+    return MpiBackend(progress, comm, control, path, seconds, checked, gpu_aware)
 
 
 def _check_cards(cards: Sequence[MpiCard]) -> None:
@@ -73,13 +78,3 @@ def _check_cards(cards: Sequence[MpiCard]) -> None:
         raise UnavailableEverywhereError(
             "BACKEND is mpi: MPI_CUDA_AWARE differs between ranks. Set one value on all ranks"
         )
-
-
-def _library_text(progress: Progress) -> str:
-    """Return the names and versions of MPI and mpi4py, and which threads may call MPI."""
-    import mpi4py
-
-    line = progress.mpi.Get_library_version().splitlines()[0].split(",")[0]
-    library = " ".join(line.replace("Version:", "").split())
-    threads = "any thread" if progress.threaded else "one thread: async verbs advance in waits only"
-    return f"MPI ({library}; mpi4py {mpi4py.__version__}; {threads})"

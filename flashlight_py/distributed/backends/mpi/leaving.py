@@ -68,17 +68,12 @@ def abort_job(mpi: Any, linger: Callable[[float], None]) -> None:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:  # None under pythonw
                 stream.flush()
-        for descriptor in (1, 2):
-            _await_reader(descriptor, end)
+        for descriptor in (1, 2):  # poll, because no event reports that a pipe has been read
+            with contextlib.suppress(OSError):
+                while stat.S_ISFIFO(os.fstat(descriptor).st_mode) and time.monotonic() < end:
+                    if not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))):
+                        break
+                    time.sleep(_LOOK_SECONDS)
         linger(end)
     finally:  # even after Ctrl-C or a broken pipe; Abort runs no exit handlers
         mpi.COMM_WORLD.Abort(1)
-
-
-def _await_reader(descriptor: int, end: float) -> None:
-    """Poll until the reader of a pipe has read all output, because no event reports this."""
-    with contextlib.suppress(OSError):
-        while stat.S_ISFIFO(os.fstat(descriptor).st_mode) and time.monotonic() < end:
-            if not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))):
-                return
-            time.sleep(_LOOK_SECONDS)
