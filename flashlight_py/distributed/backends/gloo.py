@@ -90,7 +90,14 @@ class GlooBackend(NativeBackend):
         native = _native.load_extension("gloo")
         super().__init__(native, store, timeout)
         self._joining, self.network_ranks = joining, list(range(self.size))
-        self._begin(native, self._create(address), at_once)
+        interface = address.encode(), b""  # no interface name, which may mean several addresses
+        group = self.lib.fl_gloo_create(self.rank, self.size, *interface, joining)
+        if group == self.ffi.NULL:
+            raise errors.BackendUnavailableError(
+                f"rank {self.rank} of {self.size}: Gloo cannot use address {address!r}: "
+                f"{self.reason()}. Set params={{'INTERFACE': ...}} to another interface or address"
+            )
+        self._begin(native, self._owned(group), at_once)
         try:
             is_watched |= len(set(store.hosts)) < 2
             # TCP port on which this rank receives heartbeats of other hosts.
@@ -111,16 +118,6 @@ class GlooBackend(NativeBackend):
         """Return a ``Subgroup``. Its number consists of ``count`` and the subgroup's first rank."""
         number = (count << _RANK_BITS | self.network_ranks[ranks[0]]) << 1
         return Subgroup(self, ranks, number, is_flat)
-
-    def _create(self, address: str) -> Any:
-        interface = address.encode(), b""  # no interface name, which may mean several addresses
-        group = self.lib.fl_gloo_create(self.rank, self.size, *interface, self._joining)
-        if group == self.ffi.NULL:
-            raise errors.BackendUnavailableError(
-                f"rank {self.rank} of {self.size}: Gloo cannot use address {address!r}: "
-                f"{self.reason()}. Set params={{'INTERFACE': ...}} to another interface or address"
-            )
-        return self._owned(group)
 
     def _connect(self, store: Store, key: bytes, watched: tuple[int, float], lazily: bool) -> None:
         buffer = self.ffi.new("char[]", _ADDRESS_BYTES)

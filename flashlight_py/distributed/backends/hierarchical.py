@@ -152,7 +152,7 @@ class HierarchicalBackend(Backend):
             if not call.blocking:
                 self._receives = [other for other in self._receives if not other.is_settled]
                 self._receives.append(work := Then(receive, lambda match: match))
-        return Done(receive.receive()) if call.blocking else work
+        return Done(receive.wait()) if call.blocking else work
 
     def _compare(self, call: Call) -> Any:
         """Compare what ``_run`` has not compared: row counts, or the shape of a scatter's parts."""
@@ -360,26 +360,16 @@ class PartWork(Work):
     ) -> None:  # fmt: skip
         self._owner, self._call, self._works, self._claim = owner, call, works, claim
 
-    def receive(self) -> Matched | None:
-        """Receive from any rank. Return None if no message arrived within ``call.patience``."""
-        patience = self._call.patience
-        self._await(math.inf if patience < 0 else patience)
-        match: Matched | None = self._finish(None)
-        return match
-
     def wait(self, timeout: float | None = None) -> Any:
-        if self._claim is None or timeout is None:
-            self._await(math.inf)
-            return self._finish(timeout)
-        end = time.monotonic() + timeout
-        if not self._await(timeout):
-            who = f"rank {self._owner.rank} of {self._owner.size}"
-            raise wait_timeout_error(f"[{self._call.name}] {who}", timeout)
-        return self._finish(max(0.0, end - time.monotonic()))
-
-    def _await(self, seconds: float) -> bool:
-        """Wait until a backend has a message or has failed. Return False after ``seconds``."""
+        seconds = math.inf if timeout is None else timeout
         end = time.monotonic() + seconds
+        if not self._await(end):
+            who = f"rank {self._owner.rank} of {self._owner.size}"
+            raise wait_timeout_error(f"[{self._call.name}] {who}", seconds)
+        return self._finish(None if timeout is None else max(0.0, end - time.monotonic()))
+
+    def _await(self, end: float) -> bool:
+        """Wait until a backend has a message or has failed. Return False at the time ``end``."""
         flat = self._works[-1][0]
         while not self._is_decided():
             if (left := end - time.monotonic()) <= 0:

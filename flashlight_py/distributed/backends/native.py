@@ -291,8 +291,9 @@ class NativeBackend(Backend):
         like = array if like is None else like
         try:
             self.callers.threads.add(thread)
-            if self._first:
-                self._forget_collected(group)
+            if self._first:  # collected shared arrays: free them if no other thread is in a call
+                dropped, self._first[:] = list(self._first), []
+                self._first += [a for a in dropped if not self.lib.fl_drop_region(group, a)]
             signature, name = signature_of(self.ffi, call, like, code, root)
             if text := call.refusal or name:
                 raw = call_site.text_at_site(text, callers.SITE_BYTES)
@@ -318,11 +319,6 @@ class NativeBackend(Backend):
         if not (call.compared or call.refusal):  # otherwise the caller keeps the Work
             self._track(work)
         return work
-
-    def _forget_collected(self, group: Any) -> None:
-        """Free garbage-collected shared arrays, but not while another thread is in a call."""
-        dropped, self._first[:] = list(self._first), []
-        self._first += [array for array in dropped if not self.lib.fl_drop_region(group, array)]
 
     # Even after Ctrl-C has ended a blocking wait, the library writes into the arrays.
     def _track(self, work: NativeWork) -> None:
@@ -430,10 +426,9 @@ class NativeBackend(Backend):
 
     def _receive_open(self, call: Call) -> Work:
         """Start a receive from any rank, or a receive that is ``partial`` (see ``Call``)."""
-        options: dict[str, Any] = {"partial": call.partial, "patience": call.patience}
+        match = self.ffi.new("fl_match *", {"source": -1, "partial": call.partial, "patience": -1})
         if call.claim is not None:
-            options["claim"] = self.ffi.cast("int32_t *", call.claim.ctypes.data)
-        match = self.ffi.new("fl_match *", {"source": -1, **options})
+            match.claim = self.ffi.cast("int32_t *", call.claim.ctypes.data)
         result = COMPARED if call.compared else None
         work = self._launch(call, room=match, keep=call.claim, result=result)
 

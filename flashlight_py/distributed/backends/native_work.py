@@ -15,7 +15,6 @@ from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.native_errors import failure
 from flashlight_py.distributed.calls import arrays, journal
-from flashlight_py.distributed.verbs import SCATTER, VERBS
 from flashlight_py.distributed.work import Work, wait_timeout_error
 from flashlight_py.errors import DistributedError
 
@@ -29,12 +28,6 @@ _SLICE_SECONDS = 0.1
 GATHERED, SCATTERED = object(), object()
 # Placeholder for the result of a comparison, which may include the row counts of all ranks.
 COMPARED = object()
-_WITH_SHAPES = {
-    code
-    for verb in VERBS
-    for code, has_rows in ((verb.code, verb.ragged or verb is SCATTER), (verb.uneven, verb.cuts))
-    if has_rows and not verb.reduces
-}
 
 
 def freed_by(ffi: Any, pointer: Any, free: Callable[[Any], object], kept: object = None) -> Any:
@@ -143,11 +136,10 @@ class NativeWork(Work):
         verb = signatures[self._backend.rank].verb
         if verb in (codes.SEND, codes.RECV):  # the number of a message is from its sender
             return max(signatures[rank].sequence for rank in range(size))
-        if verb not in _WITH_SHAPES:
-            return None
-        if verb == SCATTER.code:
+        if verb == codes.SCATTER:
             return self._sent()
-        return [signatures[rank].shape[0] for rank in range(size)]
+        has_rows = verb in (codes.ALL_GATHER, codes.GATHER, codes.ALL_TO_ALL_UNEVEN)
+        return [signatures[rank].shape[0] for rank in range(size)] if has_rows else None
 
     def _sent(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
         """Return dtype and shape of one part that the root of a scatter sent."""

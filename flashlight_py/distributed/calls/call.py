@@ -68,8 +68,6 @@ class Call:
             steps of the same operation match. If a step of an object verb matched a call of the
             user, the user would get wrong numbers.
         partial: True if a receive accepts fewer rows than ``array`` has. They fill its first rows.
-        patience: Seconds after which a receive returns None if no message has arrived. Negative: no
-            limit.
         claim: An int32 that several receives from any rank share, so that only one of them takes a
             message. It is 0 until a receive takes a message, and then 1.
         received: List to which the backend appends the number of rows that each rank sent, before
@@ -100,7 +98,6 @@ class Call:
     seconds: float | None = None
     part_of: str = ""
     partial: bool = False
-    patience: float = -1.0
     claim: Array | None = None
     received: list[int] | None = None
     compared: bool = False

@@ -97,7 +97,10 @@ def store_record(flight: Flight, text: str) -> Path:
     if not flight.chosen:
         if _age(flight.folder) is None:
             raise PermissionError(f"flight record: {flight.folder} must be a folder of this user")
-        _remove_oldest(flight.folder.parent)
+        folders = flight.folder.parent.glob(f"{_PREFIX}*")
+        aged = [(age, folder) for folder in folders if (age := _age(folder)) is not None]
+        for _, folder in sorted(aged)[KEPT_JOBS:]:
+            shutil.rmtree(folder, ignore_errors=True)  # another rank may remove it too
     # Write another file and rename it, so that readers never see an incomplete record.
     part = flight.folder / f".rank{flight.rank}-{system.random_bytes(6).hex()}"
     try:
@@ -121,12 +124,6 @@ def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no flight record: {error}") from error
     return dict(fields)
-
-
-def _remove_oldest(parent: Path) -> None:
-    aged = [(age, path) for path in parent.glob(f"{_PREFIX}*") if (age := _age(path)) is not None]
-    for _, path in sorted(aged)[KEPT_JOBS:]:
-        shutil.rmtree(path, ignore_errors=True)  # another rank may remove it too
 
 
 def _age(folder: Path) -> float | None:

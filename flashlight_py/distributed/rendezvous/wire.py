@@ -194,7 +194,8 @@ class Connection:
 
     def send(self, kind: Kind, body: bytes, deadline: float = 0.0) -> bool:
         """Queue a message and call ``flush``; return the result of ``flush``."""
-        self._unsent += _packed(kind, body)
+        header = _HEADER.pack(_MAGIC, _VERSION, kind, len(body))
+        self._unsent += (header, body) if len(body) > _SMALL_BYTES else (header + body,)
         return self.flush(deadline)
 
     def flush(self, deadline: float = 0.0) -> bool:
@@ -274,11 +275,6 @@ class Connection:
         if kind not in _KINDS:
             raise WireError(f"unknown kind of message, got {kind}")
         self._kind, self._chunks, self._missing = _KINDS[kind], [], length
-
-
-def _packed(kind: Kind, body: bytes) -> Sequence[bytes]:
-    header = _HEADER.pack(_MAGIC, _VERSION, kind, len(body))
-    return (header, body) if len(body) > _SMALL_BYTES else (header + body,)
 
 
 def unmapped(address: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -59,9 +59,8 @@ class MpiGpuBackend(Backend):
     def _copy_back(self, call: Call, host_array: Array | None, result: Any) -> Any:
         """Copy the result to the caller's array, or to a new array if the caller passed none."""
         if call.is_open:
-            if result is not None:
-                call.array.set(host_array)
-                settle(call.array)
+            call.array.set(host_array)
+            settle(call.array)
             return result
         if result is None or not call.verb.fills(self.rank, call.root):
             return call.array if call.verb.in_place else None

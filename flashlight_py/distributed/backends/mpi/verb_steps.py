@@ -206,8 +206,6 @@ class VerbSteps:
         return call.array
 
     def _recv(self, call: Call, match: Matched | None) -> Steps:
-        if match is None and call.is_open:
-            return None  # no message arrived in time
         assert call.received is not None
         array, source = call.array, call.peer if match is None else match.source
         part = array[: match.rows] if match is not None and array.ndim else array

@@ -189,7 +189,9 @@ class Comparisons:
             self._cpu.start(Call(BARRIER, seconds=seconds, refusal=refusal)).wait()
         except MismatchError:
             # A rank that made a call ahead and then ended seems to answer. Look for its loss.
-            if (lost := self._lost_within(_ENDING_SECONDS)) is not None:
+            if isinstance(self.communicator.broken, PeerLostError):  # NCCL has reported a loss
+                poll(lambda: self._cpu.lost("NCCL") is not None, _ENDING_SECONDS)
+            if isinstance(lost := self._cpu.lost("NCCL"), PeerLostError):
                 return PeerLostError, f"Asked over {self._cpu.path}: {lost}"
             return None, f"Every rank answered over {self._cpu.path}, so no rank is lost"
         except DistributedError as error:
@@ -199,13 +201,6 @@ class Comparisons:
             kind = PeerLostError if isinstance(cause, PeerLostError) else None
             return kind, f"Asked over {self._cpu.path}: {cause}"
         return None, f"No missing rank was found over {self._cpu.path}"
-
-    def _lost_within(self, seconds: float) -> DistributedError | None:
-        """Return a lost rank's error, or None. If NCCL reports a loss, wait up to ``seconds``."""
-        if isinstance(self.communicator.broken, PeerLostError):
-            poll(lambda: self._cpu.lost("NCCL") is not None, seconds)
-        lost = self._cpu.lost("NCCL")
-        return lost if isinstance(lost, PeerLostError) else None
 
 
 def _failure(work: Work, seconds: float | None = None) -> DistributedError | None:
