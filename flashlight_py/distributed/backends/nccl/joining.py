@@ -49,7 +49,7 @@ def connect_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend)
     nccl, cupy, index = tools
     nccl = replace(nccl, slow_reason=slow_reason)
     with cupy.cuda.Device(index):
-        communicator = _connect(cpu, nccl, unique_id, joining)
+        communicator = _communicator(cpu, nccl, unique_id, joining)
     communicator.timeout = timeout
     return NcclBackend(cpu, communicator, cupy, index)
 
@@ -106,7 +106,9 @@ def _first_problem(cards: Sequence[NcclCard]) -> str:
     return ""
 
 
-def _connect(cpu: Backend, nccl: NcclLibrary, unique_id: bytes, joining: float) -> Communicator:
+def _communicator(
+    cpu: Backend, nccl: NcclLibrary, unique_id: bytes, joining: float
+) -> Communicator:
     """Create the communicator on every rank, or raise on every rank. Collective, blocking."""
     try:
         communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining)
