@@ -156,11 +156,20 @@ def sendrecv(
     ops = [op for op in pair if op.peer is not None]
     with reject_together(members, "sendrecv", ops, [x, out]):
         members.backend()  # raises GroupClosedError if the group is closed
-        both = [_prepare(members, "sendrecv", op, blocking=False) for op in ops]
-        if len(both) == 2 and may_overlap(both[0].call.array, both[1].array):
-            both[0].call.array = both[0].call.array.copy()
-        ended = AllOf(_begin_all(members, both[::-1], "sendrecv")).wait()
-        return out if src is None else ended[0]
+        both = [_prepare(members, "sendrecv", op, True) for op in ops]
+        calls = [message.call for message in both]
+        is_pair = len(both) == 2
+        if is_pair and may_overlap(calls[0].array, both[1].array):
+            calls[0].array = calls[0].array.copy()
+        on_gpu = any(is_cupy(message.array) for message in both)
+        if not is_pair or members.rank in (dst, src) or on_gpu:
+            for call in calls:
+                call.blocking = False
+            ended = AllOf(_begin_all(members, both[::-1])).wait()
+            return out if src is None else ended[0]
+        y = members.fast.sendrecv(calls[0].array, dst, calls[1].array, src, tag, other)
+        work = members.run_many(calls, "sendrecv") if y is NotImplemented else Done(y)
+        return _complete(members, both[1], work)
 
 
 def batch_isend_irecv(ops: Sequence[P2POp], *, group: Group = None) -> Work[list[Any]]:
@@ -196,7 +205,7 @@ def batch_isend_irecv(ops: Sequence[P2POp], *, group: Group = None) -> Work[list
         overlap = OverlapCheck("batch_isend_irecv")
         for message in messages:
             overlap.add(message.array, writes=not message.op.sends)
-        works = iter(_begin_all(members, messages, "batch_isend_irecv"))
+        works = iter(_begin_all(members, messages))
         return AllOf([Done(op.x) if op.peer is None else next(works) for op in ops])
 
 
@@ -221,7 +230,7 @@ def _message(
     with reject_together(members, verb, [op], [x]):
         message = _prepare(members, verb, op, blocking=verb == op.kind)
         if not message.call.blocking:
-            work = _begin_all(members, [message], verb)[0]
+            work = _begin_all(members, [message])[0]
             work.source = None if op.sends else op.peer
             return work
         if op.peer == members.rank:
@@ -233,11 +242,8 @@ def _message(
         return _complete(members, message, members.run(message.call))
 
 
-def _begin_all(members: Membership, messages: Sequence[_Message], name: str) -> list[Work]:
-    """Start messages to this rank, then messages of NumPy arrays, then messages of CuPy arrays.
-
-    Several messages are one operation, which is recorded with ``name``.
-    """
+def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
+    """Start messages to this rank, then messages of NumPy arrays, then messages of CuPy arrays."""
     calls = [message.call for message in messages]
 
     def phase(i: int) -> int:
@@ -254,7 +260,7 @@ def _begin_all(members: Membership, messages: Sequence[_Message], name: str) -> 
         ops = [P2POp(kind, call.array, call.peer, call.tag) for kind, call in pairs]
         together = members.fast.sendrecv(ops)
         if together is NotImplemented:
-            together = members.run_many([calls[i] for i in batch], name)
+            together = members.run_many([calls[i] for i in batch], "batch_isend_irecv")
         works |= dict.fromkeys(batch, together)
     return [_complete(members, message, works[i]) for i, message in enumerate(messages)]
 
