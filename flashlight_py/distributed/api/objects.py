@@ -245,7 +245,16 @@ class _Move:
 
     def end(self, first: Array) -> list[Any] | None:
         rank, frames = self._members.rank, read_frames(first, limit=len(self._sources))
-        self._raise_problems(frames)
+        problems = "; ".join(
+            f"rank {source}: {bytes(frame.content).decode(errors='replace')}"
+            for source, frame in zip(self._sources, frames, strict=True)
+            if frame.kind == PROBLEM
+        )
+        if problems:
+            raise TypeError(
+                f"{self}: an object cannot be pickled ({problems}). No rank has received an "
+                "object. Pass objects that pickle accepts, for example functions of modules."
+            )
         if any(frame.kind == LATER for frame in frames):
             later = iter(read_frames(self._later(frames[0])))
             frames = [next(later, frame) if frame.kind == LATER else frame for frame in frames]
@@ -283,18 +292,6 @@ class _Move:
                     "of its classes importable on every rank."
                 )
             raise
-
-    def _raise_problems(self, frames: Sequence[Frame]) -> None:
-        problems = "; ".join(
-            f"rank {source}: {bytes(frame.content).decode(errors='replace')}"
-            for source, frame in zip(self._sources, frames, strict=True)
-            if frame.kind == PROBLEM
-        )
-        if problems:
-            raise TypeError(
-                f"{self}: an object cannot be pickled ({problems}). No rank has received an "
-                "object. Pass objects that pickle accepts, for example functions of modules."
-            )
 
     def __str__(self) -> str:
         return f"[{self._verb.name}] rank {self._members.rank} of {self._members.size}"

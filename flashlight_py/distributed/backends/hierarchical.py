@@ -86,13 +86,6 @@ class HierarchicalBackend(Backend):
         self._calls = HostCalls(rank, hosts, inside, between, self._agreement.runs_ahead)
         self._set_timeouts(timeout)
         self.callers = Callers(f"rank {rank} of {flat.size}", self.parts)
-        self._steps: dict[verbs.Verb, Callable[[Call], Any]] = {
-            verbs.ALL_REDUCE: self._calls.all_reduce,
-            verbs.BROADCAST: self._calls.broadcast,
-            verbs.REDUCE: self._calls.reduce,
-            verbs.REDUCE_SCATTER: self._calls.reduce_scatter,
-            verbs.ALL_GATHER: self._all_gather,
-        }
         self._rows: Sequence[int] = ()  # row counts of all ranks in the compared call
         self._thread: futures.ThreadPoolExecutor | None = None
         self._running: list[FutureWork] = []
@@ -118,7 +111,9 @@ class HierarchicalBackend(Backend):
             return self._message(call)
         if call.refusal:
             return self._refuse(call)
-        run: Callable[[Call], Any] = self._steps.get(call.verb, self._on_all_ranks)
+        run = self._all_gather
+        if call.verb is not verbs.ALL_GATHER:
+            run = getattr(self._calls, call.verb.name, self._on_all_ranks)
         if call.verb is verbs.BARRIER and self._checked:
             run = lambda _: None  # noqa: E731  (the comparison is the barrier)
         if call.compared:

@@ -128,22 +128,20 @@ class HostCalls:
         combine_natively(self._native, parts, op, scale, result.view(dtype))
         return result
 
-    def all_reduce(self, call: Call) -> Array:
+    def all_reduce(self, call: Call) -> Any:
         """Reduce inside each host and then between hosts. Copy the result to all ranks."""
-        array: Array = call.array
-        first, last = factors(array.dtype, call.op, call.scale)
+        first, last = factors(call.array.dtype, call.op, call.scale)
         inside, between = (Call(call.verb, None, call.op, scale) for scale in (first, last))
-        self._exchange(array, inside, between)
-        return array
+        self._exchange(call.array, inside, between)
+        return call.array
 
-    def broadcast(self, call: Call) -> Array:
+    def broadcast(self, call: Call) -> Any:
         """Send the root's array to the leaders of its host, then to the other hosts."""
-        array: Array = call.array
         home, inside = self._host_of[call.root], None
         if self._home == home:
             inside = Call(call.verb, root=self._hosts[home].index(call.root))
-        self._exchange(array, inside, Call(call.verb, root=home))
-        return array
+        self._exchange(call.array, inside, Call(call.verb, root=home))
+        return call.array
 
     def _exchange(self, array: Array, inside: Call | None, between: Call) -> None:
         """Run the calls ``inside`` and then ``between`` (on leaders only) for each chunk of

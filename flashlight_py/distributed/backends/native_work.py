@@ -86,7 +86,12 @@ class NativeWork(Work):
                 raise wait_timeout_error(f"[{self._name}] {self._backend.name}", seconds)
         self._backend.forget(self)
         if status != self._lib.FL_OK:
-            raise self._failure(status)
+            backend, number = self._backend, self.number
+            error = failure(backend, self._handle, status, self._name, self._seconds, number)
+            if self.id and backend.journal is not None:
+                backend.journal.record_failure(self.id, error)
+                self.id = 0  # record the call once, even if several threads wait
+            raise error
         if self._result is GATHERED:
             self._result = self._gathered()
         elif self._result is SCATTERED:
@@ -120,13 +125,6 @@ class NativeWork(Work):
         if self._forks != journal.forks:
             return None
         return self._lib.fl_op_ended(self._handle) or None
-
-    def _failure(self, status: int) -> Exception:
-        error = failure(self._backend, self._handle, status, self._name, self._seconds, self.number)
-        if self.id and self._backend.journal is not None:
-            self._backend.journal.record_failure(self.id, error)
-            self.id = 0  # record the call once, even if several threads wait
-        return error
 
     def _compared(self) -> Any:
         """Return the result of a comparison; see ``compared`` and ``received`` of ``Call``."""
