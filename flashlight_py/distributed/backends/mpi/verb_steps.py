@@ -1,8 +1,8 @@
 """The steps of each verb. MPI reduces arrays if ``_operation`` allows it; else this module does.
 
-Arrays are sent as bytes, by collectives of MPI. Data of more than 2 GB or on a GPU is sent by
-messages between pairs of ranks, because some libraries reject it in non-blocking collectives. The
-choice depends only on values that are equal on all ranks.
+Arrays are sent as bytes, by collectives of MPI. Gathers to a root, scatters, and data of more than
+2 GB or on a GPU are sent by messages between pairs of ranks, because some libraries reject such
+data in non-blocking collectives. The choice depends only on values that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -178,8 +178,9 @@ class VerbSteps:
         if part is None:
             dtype, shape = kind
             part = library.empty(shape, dtype)
-        source = None if call.array is None else as_bytes(call.array)
-        yield from self.scatter(source, as_bytes(part), call.root)
+        own_part, source = as_bytes(part), None if call.array is None else as_bytes(call.array)
+        parts = _by_rank(source, [own_part.size] * self._size)
+        yield from self.swap(parts, {call.root: own_part})
         return decode_part(part.view(np.uint8)) if part.dtype == ENCODED_PART else part
 
     def _all_to_all(self, call: Call, totals: list[int]) -> Steps:
@@ -235,23 +236,13 @@ class VerbSteps:
         self, data: Array, target: Array | None, counts: Sequence[int], root: int | None = None
     ) -> Steps:
         """Write ``counts[r]`` bytes of each rank r to ``target``, on all ranks or on ``root``."""
-        comm, layout = self._comm, None if target is None else [target, counts]
-        if self._needs_pairs(data, sum(counts)):
+        if root is not None or self._needs_pairs(data, sum(counts)):
             receivers = range(self._size) if root is None else [root]
             yield from self.swap(dict.fromkeys(receivers, data), _by_rank(target, counts))
-        elif root is not None:
-            yield from self._until([partial(comm.Igatherv, data, layout, root)])
         elif len(set(counts)) == 1:
-            yield from self._until([partial(comm.Iallgather, data, target)])
+            yield from self._until([partial(self._comm.Iallgather, data, target)])
         else:
-            yield from self._until([partial(comm.Iallgatherv, data, layout)])
-
-    def scatter(self, source: Array | None, part: Array, root: int) -> Steps:
-        """Write this rank's part of ``source`` to ``part``. Only ``root`` has ``source``."""
-        if self._needs_pairs(part, part.size * self._size):
-            yield from self.swap(_by_rank(source, [part.size] * self._size), {root: part})
-        else:
-            yield from self._until([partial(self._comm.Iscatter, source, part, root)])
+            yield from self._until([partial(self._comm.Iallgatherv, data, [target, counts])])
 
     def all_to_all(
         self, source: Array, target: Array, sizes_out: Sequence[int] | None = None,
