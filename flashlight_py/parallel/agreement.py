@@ -26,11 +26,9 @@ _REMEDIES = {
 
 
 def check_modules_agree(
-    params: Mapping[str, Variable],
-    group: ProcessGroup,
-    with_values: bool = False,
+    params: Mapping[str, Variable], group: ProcessGroup, with_values: bool = False,
     also: Iterable[str] = (),
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """Compare the modules' ``params`` and the texts ``also`` over ranks. Collective, blocking.
 
     Names, shapes and dtypes must be equal, or every rank raises MismatchError. Return a digest of

@@ -88,13 +88,9 @@ class DistributedDataContainer(Dataset):
     """
 
     def __init__(
-        self,
-        data: Any,
-        rank: int | None = None,
-        size: int | None = None,
-        *,
+        self, data: Any, rank: int | None = None, size: int | None = None, *,
         group: ProcessGroup | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._share = Share("DistributedDataContainer", rank, size, group)
         self._data = data
         if isinstance(data, Mapping):
@@ -345,16 +341,9 @@ class DistributedSampler(InEpochs):
 
     @in_step(_ranks)
     def __init__(
-        self,
-        n: int,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-        rank: int | None = None,
-        size: int | None = None,
-        group: ProcessGroup | None = None,
-    ) -> None:
+        self, n: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False,
+        rank: int | None = None, size: int | None = None, group: ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(n, shuffle, seed, drop_last, Share(self._label, rank, size, group))
 
     def __len__(self) -> int:
@@ -427,17 +416,10 @@ class ShardedDataset(InEpochs, Dataset):
 
     @in_step(_ranks)
     def __init__(
-        self,
-        dataset: Dataset,
-        global_batch_size: int,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-        rank: int | None = None,
-        size: int | None = None,
+        self, dataset: Dataset, global_batch_size: int, *, shuffle: bool = True, seed: int = 0,
+        drop_last: bool = False, rank: int | None = None, size: int | None = None,
         group: ProcessGroup | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not isinstance(dataset, Dataset):
             raise TypeError(
                 f"{self._label}: expected a flashlight_py.dataset.Dataset, got "

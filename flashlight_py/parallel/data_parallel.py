@@ -24,18 +24,12 @@ from flashlight_py.structure import as_one, changed
 
 @in_step(lambda args: group_or_world(getattr(args.get("reducer"), "group", args.get("group"))))
 def distribute_module_grads(
-    module: Module,
-    scale: float | None = None,
-    reducer: Reducer | None = None,
-    *,
-    hook: CommunicationHook | None = None,
-    leaves: int | None = None,
-    group: ProcessGroup | None = None,
-    bucket_bytes: int | None = None,
-    ignore: Iterable[str | Variable] = (),
-    broadcast_buffers: bool = True,
+    module: Module, scale: float | None = None, reducer: Reducer | None = None, *,
+    hook: CommunicationHook | None = None, leaves: int | None = None,
+    group: ProcessGroup | None = None, bucket_bytes: int | None = None,
+    ignore: Iterable[str | Variable] = (), broadcast_buffers: bool = True,
     check_finite: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Reduce the module's gradients over the ranks in every backward pass from now on.
 
     Collective. When ``backward()`` returns, every parameter's gradient is ``scale`` times the sum
@@ -179,12 +173,9 @@ class GradientSync(gradient_pass.GradientPass[GradientBucket]):
     checked: Mapping[Variable, str] | None = None
 
     def __init__(
-        self,
-        buckets: list[GradientBucket],
-        reducer: Reducer,
-        flags: Array | None = None,
+        self, buckets: list[GradientBucket], reducer: Reducer, flags: Array | None = None,
         averages: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(reducer, buckets)
         self.averages, self.ends_with_message = averages, flags is None
         self._flags = flags
@@ -266,12 +257,9 @@ def _is_finite(array: Array) -> bool:
 # last bucket and are summed with it, because a separate message would cost each step a round trip.
 # A hook gets no flags, because it need not compute a sum.
 def _bucketed(
-    params: Sequence[Variable],
-    scale: float | None,
-    hook: CommunicationHook | None,
-    group: ProcessGroup | None,
-    limit: int,
-) -> GradientSync:
+    params: Sequence[Variable], scale: float | None, hook: CommunicationHook | None,
+    group: ProcessGroup | None, limit: int,
+) -> GradientSync:  # fmt: skip
     """Make gradients views of flat buckets, each of one dtype and device. Collective, blocking."""
     nbytes, dtypes = [param.data.nbytes for param in params], [param.dtype for param in params]
     planned = [

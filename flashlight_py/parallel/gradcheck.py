@@ -14,13 +14,9 @@ from flashlight_py.parallel.agreement import gather_json
 
 @in_step()
 def gradcheck_over_ranks(
-    function: Callable[..., Variable],
-    arrays: Sequence[Array],
-    *,
-    step: float = 1e-6,
-    tolerance: float = 1e-6,
-    group: ProcessGroup | None = None,
-) -> None:
+    function: Callable[..., Variable], arrays: Sequence[Array], *, step: float = 1e-6,
+    tolerance: float = 1e-6, group: ProcessGroup | None = None,
+) -> None:  # fmt: skip
     """Compare the gradients of J, the sum of all ranks' losses, with central differences.
 
     Use it for functions of ``fl.functional`` with small arrays, which are copied. A rank's loss is

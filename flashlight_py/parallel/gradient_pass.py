@@ -309,10 +309,9 @@ _passes: weakref.WeakKeyDictionary[Module, GradientPass[Any]] = weakref.WeakKeyD
 
 
 def install_pass(
-    module: Module,
-    sync: GradientPass[Any],
+    module: Module, sync: GradientPass[Any],
     before_forward: Callable[[GradientPass[Any], Module], None] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Register ``sync``. Forward passes first call ``before_forward(sync, module)``, if passed."""
     _passes[module] = sync
     changed()

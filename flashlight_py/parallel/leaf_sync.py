@@ -108,13 +108,9 @@ class LeafSync(GradientPass[PassBucket]):
     """
 
     def __init__(
-        self,
-        module: Module,
-        params: Sequence[Variable],
-        buffers: Sequence[str],
-        leaves: int,
+        self, module: Module, params: Sequence[Variable], buffers: Sequence[str], leaves: int,
         group: ProcessGroup | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(InlineReducer(1.0, group=group), [PassBucket(params)])
         self.leaves = leaves
         self.members = members = group_or_world(group)

@@ -101,11 +101,9 @@ def rows_needed(leaves: int, ranks: int) -> int:
 
 
 def fold(
-    sources: Sequence[Array],
-    steps: Sequence[tuple[int, int]],
-    scale: float,
+    sources: Sequence[Array], steps: Sequence[tuple[int, int]], scale: float,
     targets: Sequence[Array],
-) -> None:
+) -> None:  # fmt: skip
     """Add flat arrays in the order ``steps`` and write ``scale`` times the sum to ``targets``.
 
     All arrays must have the same dtype and length. A target may be a source. Each sum is rounded to
@@ -158,14 +156,9 @@ class Rows(HoldsState):
     """
 
     def __init__(
-        self,
-        params: Sequence[Variable],
-        buffers: Mapping[str, Array],
-        dtype: np.dtype[Any],
-        depth: int,
-        members: ProcessGroup,
-        hosts: tuple[ProcessGroup, ProcessGroup | None],
-    ) -> None:
+        self, params: Sequence[Variable], buffers: Mapping[str, Array], dtype: np.dtype[Any],
+        depth: int, members: ProcessGroup, hosts: tuple[ProcessGroup, ProcessGroup | None],
+    ) -> None:  # fmt: skip
         self.dtype, self._members = dtype, members
         local, self._across = hosts
         self.params = [param for param in params if param.dtype == dtype]

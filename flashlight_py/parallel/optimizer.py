@@ -38,12 +38,9 @@ class DistributedOptimizer:
     """
 
     def __init__(
-        self,
-        optimizer: FirstOrderOptimizer,
-        average: bool = True,
-        *,
+        self, optimizer: FirstOrderOptimizer, average: bool = True, *,
         group: ProcessGroup | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not isinstance(optimizer, FirstOrderOptimizer):
             raise TypeError(
                 "DistributedOptimizer: expected an optimizer of flashlight_py.optim, got "

@@ -22,12 +22,9 @@ from flashlight_py.parallel.functional import DifferentiableCall, copy_of
 
 @in_step()
 def shard_linear(
-    layer: Linear,
-    how: Literal["column", "row"],
-    *,
-    sizes: Sequence[int] | None = None,
+    layer: Linear, how: Literal["column", "row"], *, sizes: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
-) -> Linear:
+) -> Linear:  # fmt: skip
     """Divide the weight of ``layer`` among the ranks, in place; each rank keeps a part.
 
     ``"column"`` divides the outputs. Every rank passes the same input, ``[..., in]``, and gets its

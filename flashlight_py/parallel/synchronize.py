@@ -234,13 +234,9 @@ def sync_meter(meter: Meter[Any], *, group: ProcessGroup | None = None) -> Any:
 
 
 def synchronize_for(
-    verb: str,
-    noun: str,
-    tree: SomeTree,
-    root: int,
-    group: ProcessGroup | None,
+    verb: str, noun: str, tree: SomeTree, root: int, group: ProcessGroup | None,
     walk: Callable[[object, bool], Plan] = plan_of,
-) -> SomeTree:
+) -> SomeTree:  # fmt: skip
     """Synchronize ``tree``. Errors contain ``verb`` (the function) and ``noun`` (the tree)."""
     members = internal.group_or_world(group)
     root = internal.check_rank(members.size, verb, "root", root)

@@ -354,20 +354,11 @@ class FlashlightGroup(dist.ProcessGroup):
     # Common implementation ------------------------------------------------------------------------
 
     def _do(
-        self,
-        opts: Any,
-        verb: v.Verb,
-        x: torch.Tensor | None,
-        out: torch.Tensor | None = None,
-        shapes: tuple[Any, Any] = (None, None),
-        *,
-        reduction: Any = _SUM,
-        peer: int | None = 0,
-        tag: int = 0,
-        rows: Sequence[int] | None = None,
-        parts: Sequence[torch.Tensor] | None = None,
-        before: Work | None = None,
-    ) -> TensorWork:
+        self, opts: Any, verb: v.Verb, x: torch.Tensor | None, out: torch.Tensor | None = None,
+        shapes: tuple[Any, Any] = (None, None), *, reduction: Any = _SUM, peer: int | None = 0,
+        tag: int = 0, rows: Sequence[int] | None = None,
+        parts: Sequence[torch.Tensor] | None = None, before: Work | None = None,
+    ) -> TensorWork:  # fmt: skip
         """Run ``verb`` with input ``x`` and output ``out``, and copy the result to ``parts``.
 
         The call uses ``x`` and ``out`` in the two ``shapes`` (None: unchanged). If ``opts`` has no
@@ -400,14 +391,9 @@ class FlashlightGroup(dist.ProcessGroup):
         return TensorWork(work, parts or [result], self._futures)
 
     def _packed(
-        self,
-        verb: v.Verb,
-        x: torch.Tensor | None,
-        out: torch.Tensor | None,
-        shapes: tuple[Any, Any],
-        call: dict[str, Any],
-        tag: int,
-    ) -> Any:
+        self, verb: v.Verb, x: torch.Tensor | None, out: torch.Tensor | None,
+        shapes: tuple[Any, Any], call: dict[str, Any], tag: int,
+    ) -> Any:  # fmt: skip
         """Run ``verb`` with contiguous copies. If native code does not support it, use Python."""
         ours, peer, is_async = self.ours, call["root"], call["async_op"]
         for tensor in (x, out):
@@ -530,14 +516,9 @@ class FlashlightGroup(dist.ProcessGroup):
         return backend
 
     def split_group(
-        self,
-        ranks: Sequence[int],
-        timeout: timedelta | None = None,
-        opts: Any = None,
-        group_name: str = "",
-        group_desc: str = "",
-        device_types: Any = None,
-    ) -> FlashlightGroup | None:
+        self, ranks: Sequence[int], timeout: timedelta | None = None, opts: Any = None,
+        group_name: str = "", group_desc: str = "", device_types: Any = None,
+    ) -> FlashlightGroup | None:  # fmt: skip
         """Return the group of ``ranks``, or None on another rank. Collective over ``ranks``."""
         if self.rank() not in ranks:
             return None
