@@ -5,7 +5,6 @@ Without options everything runs, which takes about a quarter of an hour on two c
 """
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -16,29 +15,6 @@ from tests.chaos.verbs import VERBS
 from tests.distributed.rendezvous_helpers import Ranks
 
 
-@dataclasses.dataclass
-class Row:
-    """One row of the table: a backend and a fault."""
-
-    backend: str
-    fate: str
-    rounds: int = 0
-    right: int = 0
-    seconds: list[float] = dataclasses.field(default_factory=list)
-
-    def add(self, verdict: Verdict) -> None:
-        self.rounds += 1
-        self.right += not verdict.wrong
-        self.seconds.append(verdict.seconds)
-
-    def __str__(self) -> str:
-        median = sorted(self.seconds)[len(self.seconds) // 2]
-        return (
-            f"| {self.backend} | {self.fate} | {self.rounds} | {self.right} "
-            f"| {median:.2f} s | {max(self.seconds):.2f} s |"
-        )
-
-
 def chosen(options: argparse.Namespace) -> Iterator[Round]:
     seeds = range(options.rounds) if options.seed is None else [options.seed]
     for backend in options.backend or BACKENDS:
@@ -47,20 +23,19 @@ def chosen(options: argparse.Namespace) -> Iterator[Round]:
                 yield from (Round(backend, verb, fate, seed) for seed in seeds)
 
 
-def play_all(games: Iterator[Round]) -> list[Row]:
-    """Run rounds until Ctrl-C, and return the rows of the finished rounds."""
-    rows: dict[tuple[str, str], Row] = {}
+def play_all(games: Iterator[Round]) -> dict[tuple[str, str], list[Verdict]]:
+    """Run rounds until Ctrl-C, and return the verdicts by backend and fate."""
+    verdicts: dict[tuple[str, str], list[Verdict]] = {}
     with closing(Ranks()) as ranks:
         try:
             for game in games:
                 verdict = rounds.play(ranks, game)
-                row = rows.setdefault((game.backend, game.fate), Row(game.backend, game.fate))
-                row.add(verdict)
+                verdicts.setdefault((game.backend, game.fate), []).append(verdict)
                 if verdict.wrong:
                     sys.stdout.write(f"{game.command}\n  " + "\n  ".join(verdict.wrong) + "\n")
         except KeyboardInterrupt:
             sys.stdout.write("interrupted\n")
-    return list(rows.values())
+    return verdicts
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -74,11 +49,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    rows = play_all(chosen(parse(arguments)))
+    wrong = 0
+    verdicts = play_all(chosen(parse(arguments)))
     sys.stdout.write("| backend | fate | rounds | right | noticed, median | at the latest |\n")
     sys.stdout.write("|---|---|---|---|---|---|\n")
-    sys.stdout.write("".join(f"{row}\n" for row in rows))
-    return 0 if all(row.right == row.rounds for row in rows) else 1
+    for (backend, fate), played in verdicts.items():
+        right = sum(not verdict.wrong for verdict in played)
+        wrong += len(played) - right
+        seconds = sorted(verdict.seconds for verdict in played)
+        times = f"{seconds[len(seconds) // 2]:.2f} s | {seconds[-1]:.2f} s"
+        sys.stdout.write(f"| {backend} | {fate} | {len(played)} | {right} | {times} |\n")
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

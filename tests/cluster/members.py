@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tests.cluster.hosts import Cluster
+from tests.cluster.hosts import Cluster, Host
+from tests.distributed import launched
+from tests.distributed.harness import ONE_THREAD
 
 DEADLINE = 60.0
-PORT = "29411"
 
 
 class Members:
@@ -37,8 +38,9 @@ class Members:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Members:
-        homes = [host for host, count in enumerate(self._counts) for _ in range(count)]
-        self.processes = [self._start(rank, home) for rank, home in enumerate(homes)]
+        counted = zip(self._cluster, self._counts, strict=False)
+        hosts = [host for host, count in counted for _ in range(count)]
+        self.processes = [self._start(rank, hosts) for rank in range(len(hosts))]
         if self._all_meet:
             self._await_ready()
         return self
@@ -48,24 +50,14 @@ class Members:
             process.kill()
         self._stack.close()
 
-    def _start(self, rank: int, home: int) -> subprocess.Popen[str]:
-        env = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(sum(self._counts)),
-            "LOCAL_RANK": str(rank - sum(self._counts[:home])),
-            "LOCAL_WORLD_SIZE": str(self._counts[home]),
-            "MASTER_ADDR": str(self._cluster[0].address),
-            "MASTER_PORT": PORT,
-            "FLASHLIGHT_SECRET": "of these tests, and long enough",
-            "OPENBLAS_NUM_THREADS": "1",
-            **{
-                k: value if isinstance(value, str) else value[rank]
-                for k, value in self._env.items()
-            },
+    def _start(self, rank: int, hosts: Sequence[Host]) -> subprocess.Popen[str]:
+        given = {
+            k: value if isinstance(value, str) else value[rank] for k, value in self._env.items()
         }
+        env = {**launched.of_job(rank, hosts, self._cluster.folder), **ONE_THREAD, **given}
         command = [sys.executable, "-m", "tests.cluster.member", self._program]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        return self._stack.enter_context(self._cluster[home].popen(command, env=env, **pipes))
+        return self._stack.enter_context(hosts[rank].popen(command, env=env, **pipes))
 
     def tell(self, ranks: Iterable[int]) -> None:
         """Send ``ranks`` the command to continue."""

@@ -54,7 +54,7 @@ def start(
     from flashlight_py.doctor import mpirun_command  # here, because no rank needs this module
 
     if hosts:
-        envs = [{**_of_job(rank, hosts, folder), **env} for rank, env in enumerate(envs)]
+        envs = [{**of_job(rank, hosts, folder), **env} for rank, env in enumerate(envs)]
     (folder / "setup").write_bytes(pickle.dumps((sys.path, envs)))
     warnings = os.environ.get("FLASHLIGHT_TEST_WARNINGS", "error")
     program = [sys.executable, "-W", warnings, __file__, str(folder)]
@@ -107,7 +107,7 @@ def _admit(door: socket.socket, world: Ranks, ranks: list[LaunchedRank], ends: f
     return True
 
 
-def _of_job(rank: int, hosts: Sequence[Host], folder: Path) -> dict[str, str]:
+def of_job(rank: int, hosts: Sequence[Host], folder: Path) -> dict[str, str]:
     """Return the variables that a launcher on several hosts sets."""
     beside = [other for other, host in enumerate(hosts) if host is hosts[rank]]
     variables = {

@@ -12,9 +12,10 @@ import platform
 import re
 import sys
 from importlib import metadata
-from typing import Any
 
 from flashlight_py import doctor
+from flashlight_py.device import cuda
+from flashlight_py.errors import BackendUnavailableError
 
 NO_GPU = 77
 LIBRARIES = ("nvrtc", "cublas", "curand")  # for CuPy's kernels, products, numbers
@@ -37,13 +38,8 @@ def library_of_cuda(name: str) -> str:
 def why_no_gpu() -> str:
     """Return the reason why CUDA cannot be used, or "" if it can."""
     try:
-        import cupy
-    except ImportError as error:
-        return str(error)
-    runtime: Any = cupy.cuda.runtime
-    try:
-        return "" if runtime.getDeviceCount() else "there is none"
-    except runtime.CUDARuntimeError as error:
+        return "" if cuda()[1] else "there is none"
+    except BackendUnavailableError as error:
         return str(error)
 
 

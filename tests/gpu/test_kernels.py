@@ -34,7 +34,7 @@ def test_optimizer_kernels_equal_their_formulas(dtype: str, rule: str) -> None:
 
     def three_steps(*arrays: Any) -> Any:
         params = [fl.param(array.copy()) for array in arrays[:3]]
-        optimizer = RULES[rule](params)
+        optimizer: Any = RULES[rule](params)
         for _ in range(3):
             for variable, grad in zip(params, arrays[3:], strict=True):
                 variable.grad = grad

@@ -90,7 +90,7 @@ class Process:
         self.connections = self.most_connections = self.messages = 0
         self.computed = 0.0  # seconds
         self.bytes_sent = self.bytes_received = self.memory = self.most_memory = 0
-        self.ended_at = self.started_at = math.nan
+        self.ended_at = math.nan
         self.on_exchange: Callable[[], None] = lambda: None
         self.on_end: Callable[[], object] = lambda: None
         self.on_roster: Callable[[bytes], object] = lambda body: None
@@ -101,7 +101,6 @@ class Process:
 
     def _start(self) -> None:
         if self.code is None:
-            self.started_at = self.world.now
             self.spawn(self._run)
 
     def _run(self) -> None:
