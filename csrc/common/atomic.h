@@ -113,7 +113,7 @@ inline int32_t process_id() { return getpid(); }
 
 // Return a descriptor that becomes readable when the process ends, or kEndedProcess or kNoProcess.
 inline int open_process(int32_t pid) {
-  const int process = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  const int process = static_cast<int>(syscall(434, pid, 0));  // SYS_pidfd_open, which glibc 2.28 lacks
   if (process >= 0) return process;
   return errno == ESRCH ? kEndedProcess : kNoProcess;
 }
