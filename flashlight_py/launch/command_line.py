@@ -70,6 +70,7 @@ def _input_for_rank_0() -> int | None:
     """
     with suppress(OSError, ValueError, AttributeError):
         descriptor = sys.stdin.fileno()
-        if not os.isatty(descriptor) or os.tcgetpgrp(descriptor) == os.getpgrp():
+        has_groups = os.isatty(descriptor) and hasattr(os, "tcgetpgrp")  # not on Windows
+        if not has_groups or os.tcgetpgrp(descriptor) == os.getpgrp():
             return descriptor
     return None

@@ -19,15 +19,8 @@ def _signals(*names: str) -> tuple[signal.Signals, ...]:
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
 
 
-def _has_prctl() -> bool:
-    try:
-        return hasattr(ctypes.CDLL(None), "prctl")
-    except TypeError:  # Windows
-        return False
-
-
 # Whether the system lacks a call by which Linux ends, adopts or prepares processes.
-IS_PORTABLE = not (_has_prctl() and system.waitid and hasattr(os, "memfd_create"))
+IS_PORTABLE = not (system.IS_LINUX and system.waitid and hasattr(os, "memfd_create"))
 HARMLESS = _signals("SIGUSR1", "SIGUSR2")  # signals that do not end a job
 # Signals from users and schedulers. Signals ignored at the start of the process stay ignored.
 FORWARDED = (*_signals("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"), *HARMLESS)

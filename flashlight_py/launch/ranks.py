@@ -132,7 +132,7 @@ class RankProcesses:
 
         If ``is_guarded``, it is killed when this process ends, which must have a single thread.
         """
-        is_by_kernel = is_guarded and not IS_PORTABLE
+        by_kernel = partial(signal_if_parent_ends, system.getpid())
         write_ends: dict[str, int] = {}
         try:
             for stream in self._streams:
@@ -149,9 +149,7 @@ class RankProcesses:
                 start_new_session=True,
                 pass_fds=descriptors,
                 bufsize=0,
-                preexec_fn=(
-                    partial(signal_if_parent_ends, system.getpid()) if is_by_kernel else None
-                ),
+                preexec_fn=by_kernel if is_guarded and not IS_PORTABLE else None,
             )
         finally:
             for end in write_ends.values():

@@ -1,7 +1,6 @@
 """Ranks that are forked from this process, so that a start takes milliseconds.
 
-A ``ForkServer`` is a copy of this process that forks ranks. Without fork, as on Windows, a
-``SpawnedRank`` is a new interpreter, like a worker. ``Ranks`` runs a task on every rank and
+A ``ForkServer`` is a copy of this process that forks ranks. ``Ranks`` runs a task on every rank and
 returns the outcomes. A task is a function and its arguments, which are sent by pickle. The first
 argument of the function is the rank.
 """
@@ -15,25 +14,21 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.failures import Failure, describe_exit
 from flashlight_py.launch.loop import IS_PORTABLE, SIGKILL
 from flashlight_py.launch.rank_main import end_with, kill_if_parent_ends
 from flashlight_py.launch.ranks import signal_group
-from flashlight_py.launch.spawning import Worker
 
 HAS_FORK = hasattr(os, "fork")
 # Raises RankStuckError in a rank that runs a task. On Windows, any signal would end the rank.
@@ -168,49 +163,19 @@ def _become_rank(
         life.close()
         kill_if_parent_ends(server)
     os.setsid()
-    _use_log(log)
+    use_log(log)
     os.environ.clear()
     os.environ.update(env)
     run_tasks(link, rank)
 
 
-def _use_log(log: Path | None) -> None:
+def use_log(log: Path | None) -> None:
     if log is not None:
         with log.open("ab") as output, open(os.devnull, "rb") as nothing:
             for descriptor, file in enumerate((nothing, output, output)):
                 os.dup2(file.fileno(), descriptor)
     for stream in (sys.stdout, sys.stderr):  # a rank that is killed has sent its last line
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-class SpawnedRank(Rank):
-    """A rank in a new interpreter, which may still start."""
-
-    def __init__(self, rank: int, env: Mapping[str, str], log: Path) -> None:
-        self._worker = Worker(("ranks", rank, rank + 1), _spawned_rank, (rank, log), env)
-        self.log, self.pid = log, self._worker.process.pid
-        log.touch()
-
-    @cached_property
-    def link(self) -> Connection:  # type: ignore[override]
-        try:
-            self._worker.wait_for_start()
-        except RankFailedError as error:  # the link is at its end
-            self.log.write_text(str(error))
-        return self._worker.link
-
-    def close(self) -> None:
-        self._worker.end()
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._worker.process.wait(timeout)
-        return None
-
-
-def _spawned_rank(rank: int, log: Path) -> Callable[[Connection], None]:
-    _use_log(log)
-    return partial(run_tasks, rank=rank)
 
 
 def _exit_after(run: Callable[..., None], *args: Any) -> NoReturn:

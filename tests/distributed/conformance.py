@@ -69,9 +69,7 @@ def _ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
 World = tuple[str, int] | tuple[str, int, dict[str, Any]]  # backend, size, and more arguments
 
 
-def marked(
-    worlds: Sequence[World], slow: Sequence[World], native: bool
-) -> list[tuple[World, Any]]:
+def marked(worlds: Sequence[World], slow: Sequence[World], native: bool) -> list[tuple[World, Any]]:
     """Return ``worlds``, and ``slow`` with the marker slow.
 
     Unless the test is for ``native`` code, each world of Gloo has a slow copy in pure Python.

@@ -301,7 +301,7 @@ class RankPool:
             return launched.start(self.size, envs, folder, hosts, START_DEADLINE)
         logs = [folder / f"output-{rank}" for rank in range(self.size)]
         every = [(rank, {**os.environ, **envs[rank]}, logs[rank]) for rank in range(self.size)]
-        start = start_server().start if testing.HAS_FORK else testing.SpawnedRank
+        start = start_server().start if testing.HAS_FORK else launched.SpawnedRank
         return testing.Ranks([start(*one) for one in every])
 
     def _environment(self, rank: int) -> dict[str, str]:

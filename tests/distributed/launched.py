@@ -15,13 +15,16 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.rank_main import kill_if_parent_ends
-from flashlight_py.testing.ranks import Rank, Ranks, run_tasks
+from flashlight_py.launch.spawning import Worker
+from flashlight_py.testing.ranks import Rank, Ranks, run_tasks, use_log
 
 if TYPE_CHECKING:
     from tests.cluster.hosts import Host
@@ -38,6 +41,36 @@ class LaunchedRank(Rank):
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.launcher.wait(timeout)
         return None
+
+
+class SpawnedRank(Rank):
+    """A rank in a new interpreter, which may still start."""
+
+    def __init__(self, rank: int, env: Mapping[str, str], log: Path) -> None:
+        self._worker = Worker(("ranks", rank, rank + 1), _spawned_rank, (rank, log), env)
+        self.log, self.pid = log, self._worker.process.pid
+        log.touch()
+
+    @cached_property
+    def link(self) -> Connection:  # type: ignore[override]
+        try:
+            self._worker.wait_for_start()
+        except RankFailedError as error:  # the link is at its end
+            self.log.write_text(str(error))
+        return self._worker.link
+
+    def close(self) -> None:
+        self._worker.end()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._worker.process.wait(timeout)
+        return None
+
+
+def _spawned_rank(rank: int, log: Path) -> Callable[[Connection], None]:
+    use_log(log)
+    return partial(run_tasks, rank=rank)
 
 
 def start(
