@@ -111,24 +111,6 @@ def test_second_schedule_starts_from_the_first_base_rate() -> None:
     assert optimizer.lr == 0.025
 
 
-def test_schedule_does_not_invalidate_a_captured_step() -> None:
-    weight = fl.param(np.ones(3))
-    optimizer = optim.SGDOptimizer([weight], 0.1)
-
-    @fl.capture
-    def step(x: np.ndarray) -> None:
-        optimizer.zero_grad()
-        (weight * x).sum().backward()
-        optimizer.step()
-
-    schedule = optim.ExponentialLR(optimizer, 0.5)
-    for _ in range(4):
-        step(np.ones(3))
-        schedule.step()
-    assert step.replays == 3
-    np.testing.assert_allclose(weight.array, 1 - 0.1 * (2 - 0.125))
-
-
 @for_each(
     "make metric",
     [
