@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flashlight_py.distributed.backends.portable import PortableBackend
 from flashlight_py.distributed.rendezvous import secret
 from flashlight_py.distributed.rendezvous.secret import Secret, nonce
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
@@ -244,7 +245,7 @@ def test_world_over_several_hosts_without_a_secret_warns_once(
     assert len(warned) == (0 if one_host or user_secret else 1)
 
 
-# Gloo's connections ---------------------------------------------------------------------------
+# Connections of backends ----------------------------------------------------------------------
 
 
 def test_gloo_rejects_a_process_without_the_key() -> None:
@@ -252,3 +253,12 @@ def test_gloo_rejects_a_process_without_the_key() -> None:
     for error in connect_ranks([b"key", b"another"]):
         assert isinstance(error, PeerLostError)
         assert "does not know the secret of this job" in str(error)
+
+
+def test_portable_backend_rejects_a_process_without_the_key() -> None:
+    kind = PortableBackend
+    assert connect_ranks([b"key"] * 3, kind=kind) == [[0, 1, 2]] * 3
+    waiting, rejected = connect_ranks([b"key", b"another"], kind=kind, joining=0.5)
+    assert "rank 1 did not connect within 0.5 seconds" in str(waiting)
+    assert "lost rank 0" in str(rejected)
+    assert "the secrets of the job differ" in str(rejected)

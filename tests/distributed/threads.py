@@ -13,7 +13,11 @@ from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import ALL_GATHER
-from flashlight_py.errors import BackendUnavailableError, PeerLostError
+from flashlight_py.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    PeerLostError,
+)
 
 __all__ = ["connect_ranks", "run_on_threads"]
 
@@ -42,7 +46,9 @@ class ThreadStore(Store):
         return Roster.of([self._shared[self._round - 1][rank] for rank in range(self.size)])
 
 
-def connect_ranks(keys: list[bytes], pause: float = 0.0) -> list[Any]:
+def connect_ranks(
+    keys: list[bytes], pause: float = 0.0, kind: Any = GlooBackend, joining: float = 10.0
+) -> list[Any]:
     """Connect a group of threads, each with a key; return the result or error of each.
 
     The last rank makes the others wait for ``pause`` seconds after the exchange.
@@ -58,8 +64,8 @@ def connect_ranks(keys: list[bytes], pause: float = 0.0) -> list[Any]:
     def join(rank: int) -> None:
         store = ThreadStore(rank, shared, barrier, pause if rank == len(keys) - 1 else 0.0)
         try:
-            group = GlooBackend(store, "127.0.0.1", 10.0, 10.0, keys[rank])
-        except PeerLostError as error:
+            group = kind(store, "127.0.0.1", 10.0, joining, keys[rank])
+        except (PeerLostError, CollectiveTimeoutError) as error:
             results[rank] = error
             return
         try:

@@ -177,7 +177,7 @@ def _read(sock: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
         if not (more := sock.recv(count - len(data))):
-            raise ConnectionError(HAS_ENDED)
+            raise ConnectionError(f"{HAS_ENDED}, or the secrets of the job differ")
         data += more
     return data
 

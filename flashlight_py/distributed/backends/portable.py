@@ -156,11 +156,12 @@ class PortableBackend(Backend):
             peers, addresses, _, limits = zip(*map(json.loads, texts), strict=True)
             limit = max(limits) if all(limits) else 0.0
             end, waiting = time.monotonic() + seconds, Waiting("connecting over TCP")
+            late = partial(self._late, seconds=seconds, detail="over TCP", did="connect")
             for rank in range(self.rank):  # each rank connects to the lower ranks
                 try:
                     sock = links.reach(tuple(addresses[rank]), seconds, key, (self.rank, rank))
                 except TimeoutError as error:
-                    raise self._late([rank], seconds, "over TCP")(where) from error
+                    raise late([rank])(where) from error
                 except OSError as error:
                     raise self._loss([rank], str(error), wording.PEER_ADVICE, where) from error
                 self._add(rank, Link(sock, limit))
@@ -168,7 +169,7 @@ class PortableBackend(Backend):
                 if dead := [rank for rank in missing if Peer(*peers[rank]).is_gone()]:
                     raise self._loss(dead, links.HAS_ENDED, wording.PEER_ADVICE, where)
                 if time.monotonic() >= end:
-                    raise self._late(missing, seconds, "over TCP")(where)
+                    raise late(missing)(where)
                 waiting.log_missing(missing if self.rank == 0 else [])
                 admitted = links.admit(listener, key, self.rank)
                 if admitted is not None and admitted[0] in missing:
@@ -344,6 +345,13 @@ class PortableBackend(Backend):
             pending = self._pending()
         left = min([seconds, _SLICE_SECONDS, *(op.deadline - time.monotonic() for op in pending)])
         ready = self._selector.select(max(0.0, left))
+        try:
+            self._handle_all(ready, pending)
+        except BaseException as error:  # such as Ctrl-C in the middle of a frame
+            abort.report(error, [self])
+            raise
+
+    def _handle_all(self, ready: Iterable[Any], pending: Iterable[Operation]) -> None:
         with self._turn:
             for key, _ in ready if self._ended is None else ():
                 rank, link = key.data
@@ -457,12 +465,11 @@ class PortableBackend(Backend):
         which = wording.process_list(ranks, self.processes)
         return PeerLostError(wording.lost(where, self._names(ranks), reason, which, advice))
 
-    def _late(self, ranks: Sequence[int], seconds: float, detail: str, last: str = "") -> Error:
-        which, who = (
-            wording.process_list(ranks, self.processes),
-            f"{self._names(ranks)} did not join",
-        )
-        words = who, f"{seconds:g} seconds", detail, which, last
+    def _late(
+        self, ranks: Sequence[int], seconds: float, detail: str, last: str = "", did: str = "join"
+    ) -> Error:
+        which = wording.process_list(ranks, self.processes)
+        words = f"{self._names(ranks)} did not {did}", f"{seconds:g} seconds", detail, which, last
         return lambda where: CollectiveTimeoutError(wording.did_not_join(where, *words))
 
     def _names(self, ranks: Iterable[int]) -> str:
