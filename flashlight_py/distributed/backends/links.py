@@ -65,7 +65,7 @@ class Link:
         pieces: list[int] | None = None,
     ) -> None:  # fmt: skip
         """Queue a frame and call ``flush``. While ``pieces[0]`` > 0, ``data`` must not change."""
-        raw: Any = b"" if data is None or not data.nbytes else memoryview(as_bytes(data))
+        raw: Any = b"" if data is None or not data.nbytes else as_bytes(data).data
         head = _HEADER.pack(kind, len(text), len(raw), number)
         if pieces is not None and len(raw) > _COPIED:
             pieces[0] += 1
@@ -111,13 +111,14 @@ class Link:
     def _frames(self) -> Generator[Frame | None, None, None]:
         """Yield each frame, and None while no bytes are waiting."""
         while True:
-            kind, text_bytes, size, number = _HEADER.unpack((yield from self._bytes(_HEADER.size)))
+            header = yield from self._bytes(_HEADER.size)
+            kind, text_bytes, size, number = _HEADER.unpack(header.data)
             body = yield from self._bytes(size + text_bytes)
             yield Frame(kind, number, body[:size], body[size:].tobytes())
 
     def _bytes(self, count: int) -> Generator[None, None, Array]:
         room = np.empty(count, np.uint8)
-        missing = memoryview(room)  # type: ignore[arg-type]
+        missing = room.data
         while missing:
             try:
                 received = self.sock.recv_into(missing)

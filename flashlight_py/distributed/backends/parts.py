@@ -88,8 +88,8 @@ def result(call: Call, parts: Sequence[Any], rank: int) -> Array:
 
     Raises ValueError if ``call.out`` has a wrong number of rows.
     """
-    computed = RESULTS[_ON_PARTS.get(call.verb, call.verb)](parts, rank, call)
-    target = call.array if call.verb.in_place else call.out
+    computed: Array = RESULTS[_ON_PARTS.get(call.verb, call.verb)](parts, rank, call)
+    target: Array | None = call.array if call.verb.in_place else call.out
     if target is None:
         is_own = call.array is not None and np.may_share_memory(computed, call.array)
         return computed.copy() if is_own else computed

@@ -581,7 +581,7 @@ class PortableBackend(Backend):
     def call_ahead(self, rank: int) -> str:
         """Return as text a collective that ``rank`` has begun before this rank, or ""."""
         self.receive_until(None, 0.0)
-        calls = self.links[rank].calls if rank in self.links else ()
+        calls = self.links[rank].calls if rank in self.links else deque[Frame]()
         text: str = json.loads(calls[-1].text)[2] if len(calls) > len(self._queue) else ""
         return text.rpartition(" at ")[0]
 
@@ -611,7 +611,8 @@ class PortableBackend(Backend):
                 link.close()
 
     def abandon(self) -> None:
-        self._turn, self._ended, self._cause = threading.Condition(), _closed, _closed
+        self._turn = threading.Condition()  # another thread may have held the old one
+        self._ended = self._cause = _closed
         for link in self.links.values():
             link.sock.close()
 

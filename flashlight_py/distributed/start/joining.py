@@ -166,7 +166,7 @@ def _portable(store: Store, settings: Settings) -> Backend:
     return PortableBackend(store, *_connecting(store, settings))
 
 
-def _connecting(store: Store, settings: Settings) -> tuple[Any, ...]:
+def _connecting(store: Store, settings: Settings) -> tuple[str, float, float, bytes, float]:
     """Return the address of this rank, and the seconds and secrets of ``settings``."""
     one_host = all(host == store.hosts[0] for host in store.hosts)
     address = topology.address_inside(settings.interface) if one_host else settings.address
