@@ -168,8 +168,10 @@ def preempt(rank: int, size: int, verb: str, handler: str, folder: str) -> None:
 
 @on_ranks()
 def test_handler_inside_a_verb_raises_without_harm(rank: int, size: int, tmp_path: Path) -> None:
-    # On several hosts an exchange waits for started messages, where the handler may start a verb.
-    for verb in [verb for verb in BLOCKING if size == 2 or verb != "exchange"]:
+    # Without shared memory or Gloo alone, an exchange waits for started messages. In such a wait, a
+    # handler may start a verb.
+    waits = size > 2 or fl.distributed_backend() is fl.DistributedBackend.PORTABLE
+    for verb in [verb for verb in BLOCKING if not waits or verb != "exchange"]:
         preempt(rank, size, verb, "carries on", str(tmp_path))
 
 

@@ -79,7 +79,8 @@ class Operation(Work):
         self.steps: Generator[None, Sequence[Frame], Any] | None = None  # of a collective
         self.pieces = [0]  # number of pieces of the array that were not sent
         self.error: Exception | None = None
-        self.has_ended = False
+        self.has_ended = self.is_awaited = False
+        self.is_declined = False  # the receiver of this message begins no more receives
         self._value: Any = None
         self._forks = journal.forks
 
@@ -90,6 +91,7 @@ class Operation(Work):
     def wait(self, timeout: float | None = None) -> Any:
         if self._forks != journal.forks:
             raise journal.forked(self.call.name)
+        self.is_awaited = True
         if not self.group.receive_until(self, math.inf if timeout is None else timeout):
             raise wait_timeout_error(self.where, timeout or 0.0)
         self.is_settled = True
@@ -123,7 +125,7 @@ class PortableBackend(Backend):
         self._receives = list[Operation]()
         self._works = list[Operation]()  # operations that have not ended or whose error is unread
         self._turn = threading.Condition()  # guards all fields
-        self._is_led = False  # whether a thread receives
+        self._leader = 0  # the thread that receives; 0: none
         self._thread: threading.Thread | None = None
         self._ended: Error | None = None  # the error of later calls; None: the group is usable
         self._cause: Error | None = None  # the error that ended the group
@@ -318,13 +320,14 @@ class PortableBackend(Backend):
 
     def receive_until(self, operation: Operation | None, seconds: float) -> bool:
         """Receive for at most ``seconds``, until ``operation`` has ended; return whether it has."""
-        end, leads = time.monotonic() + seconds, False
+        end, leads, thread = time.monotonic() + seconds, False, threading.get_ident()
         try:
             while operation is None or not operation.has_ended:
                 left = max(0.0, end - time.monotonic())  # also if ``seconds`` is NaN
                 with self._turn:
-                    if leads or not self._is_led:
-                        leads = self._is_led = True
+                    # A signal handler may wait inside another wait of its thread.
+                    if leads or self._leader in (0, thread):
+                        leads, self._leader = True, thread
                     elif left:
                         self._turn.wait(min(left, _SLICE_SECONDS))
                         continue
@@ -335,21 +338,27 @@ class PortableBackend(Backend):
         finally:
             if leads:
                 with self._turn:
-                    self._is_led = False
+                    self._leader = 0
                     self._turn.notify_all()
         return operation is not None and operation.has_ended
 
     def _receive(self, seconds: float) -> None:
-        """Wait for frames and handle them. Only the thread that leads may call this."""
+        """Wait for frames and handle them."""
         with self._turn:
             pending = self._pending()
         left = min([seconds, _SLICE_SECONDS, *(op.deadline - time.monotonic() for op in pending)])
         ready = self._selector.select(max(0.0, left))
+        thread = threading.get_ident()
+        is_inside = thread in self.callers.threads
         try:
+            self.callers.threads.add(thread)  # a signal handler must not start a call meanwhile
             self._handle_all(ready, pending)
         except BaseException as error:  # such as Ctrl-C in the middle of a frame
             abort.report(error, [self])
             raise
+        finally:
+            if not is_inside:
+                self.callers.threads.discard(thread)
 
     def _handle_all(self, ready: Iterable[Any], pending: Iterable[Operation]) -> None:
         with self._turn:
@@ -383,8 +392,8 @@ class PortableBackend(Backend):
             self._end_message(operation, ends, number, other, operation.call.array)
         elif kind == Kind.WANTED:
             link.wanted = json.loads(text)
-            if link.is_leaving and number in link.sends:
-                self._lose(link.sends[number], rank, wording.IS_LEAVING)
+            if number in link.sends:
+                link.sends[number].is_declined = link.is_leaving
         elif kind == Kind.LEAVING:
             link.is_leaving = True
         elif kind == Kind.LEFT:
@@ -422,9 +431,12 @@ class PortableBackend(Backend):
                 if not call.verb.is_message:
                     is_lost = bool(link.loss) and not link.calls
                 else:
-                    awaited = everyone if call.peer == ANY_RANK else [self.links[call.peer]]
-                    is_left = call.verb is verbs.RECV and all(other.is_leaving for other in awaited)
-                    is_lost = link in awaited and (bool(link.loss) or is_left)
+                    peers = everyone if call.peer == ANY_RANK else [self.links[call.peer]]
+                    has_left = operation.is_declined or (
+                        call.verb is verbs.RECV and all(peer.is_leaving for peer in peers)
+                    )
+                    has_left &= operation.is_awaited
+                    is_lost = link in peers and (bool(link.loss) or has_left)
                 if is_lost:
                     self._lose(operation, rank, link.loss or wording.IS_LEAVING)
 
