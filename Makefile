@@ -35,7 +35,7 @@ DEV := .venv/.dev
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example tiny test test-slow test-versions test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize wheel gpu-bundle bench clean model-hosts simulate-heartbeats model model-night model-mutants arm
+.PHONY: help setup example tiny test test-slow test-versions test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize release gpu-bundle bench clean model-hosts simulate-heartbeats model model-night model-mutants arm
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -125,8 +125,8 @@ model-night: ## check 10,000,000 schedules
 model-mutants: ## weaken each memory order, drop each wake and fence: a case of the model must detect it
 	@$(MODEL) mutants
 
-wheel: $(DEV) ## build a wheel that contains libgloo, into wheelhouse/
-	$(IN_VENV) scripts/build_wheel wheelhouse
+release: $(DEV) tools-slow ## build the source distribution and the wheels into wheelhouse/, and check them
+	$(IN_VENV) scripts/release wheelhouse source native aarch64 any
 
 gpu-bundle: $(DEV) ## create build/gpu_bundle: its `run` tests and measures on a GPU, without a network
 	$(IN_VENV) scripts/gpu_bundle
@@ -143,7 +143,7 @@ bench: $(DEV) ## run every benchmark and its peers, into build/bench
 
 clean: ## remove everything that make has created, .venv included
 	rm -rf .venv .venv-bench-* build dist wheelhouse *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f flashlight_py/_native/*.so flashlight_py/_native/*.missing.txt flashlight_py/_native/_nccl.py
+	rm -f flashlight_py/_native/*.so flashlight_py/_native/_nccl.py
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.docs: $(DEV) scripts/install_extra

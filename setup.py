@@ -1,19 +1,24 @@
-"""Builds the native extensions; everything else is in pyproject.toml.
+"""Build the native extensions; everything else is in pyproject.toml.
 
-An extension whose dependencies are missing does not fail the installation: the package works
-without it, and the reason and the remedy are stored beside the place where it would have been, for
-the error that is raised when it is asked for. Where they are there, an extension that cannot be
-compiled, or was built and does not load, fails the build.
+Without a compiler, the package is installed without native code, like the wheel for any platform.
+With a compiler, a missing package fails the build, except libgloo-dev: only the extension for Gloo
+needs it. FLASHLIGHT_WITHOUT_GLOO=1 omits one extension, FLASHLIGHT_WITHOUT_NATIVE=1 all of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import runpy
+import shlex
+import shutil
+import stat
 import subprocess
 import sys
+import sysconfig
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,9 +27,13 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError, ExecError
 
-NEEDED = {"gloo": "Gloo's headers and library (Debian, Ubuntu: apt-get install libgloo-dev) and "}
-# What a system must have for the extension, as a program that includes it.
-HEADERS = {"gloo": ["gloo/transport/tcp/device.h"], "shm": ["linux/futex.h"]}
+# By Debian package: a header that only this package installs, and the suffix of a source with it.
+NEEDED = {
+    "gcc": ("stdlib.h", ".c"),
+    "g++": ("cstdlib", ".cc"),
+    "python3-dev": ("Python.h", ".c"),
+    "libgloo-dev": ("gloo/transport/tcp/device.h", ".cc"),
+}
 # Of all files. Python's own -g makes nine tenths of a library, and Debian lacks a header of Gloo. A
 # unit of several sources is no header, of whose anonymous namespaces GCC would warn.
 FLAGS = ["-g0", "-Wno-subobject-linkage", "-idirafter", "csrc/gloo/missing"]
@@ -45,6 +54,22 @@ def _short_name(ext: Any) -> str:
     return str(ext.name).rpartition(".")[2].lstrip("_")
 
 
+def _report(line: str) -> None:
+    """Print ``line``; also to the stderr of pip, which hides the output of builds."""
+    print(line, flush=True)
+    if "PIP_BUILD_TRACKER" not in os.environ:
+        return
+    path = f"/proc/{os.getppid()}/fd/2"
+    with contextlib.suppress(OSError):  # pip has closed it
+        shown = os.stat(path)
+        # pip would overwrite our lines in a file.
+        if stat.S_ISREG(shown.st_mode) or os.path.samestat(shown, os.fstat(1)):
+            return
+        with open(path, "w") as stderr:
+            # In a terminal, pip draws its wheel over the last column.
+            print(f"\n    {line}  " if stderr.isatty() else f"    {line}\n", end="", file=stderr)
+
+
 class Objects:
     """Object files: of all extensions over all cores, each once, again only after a change.
 
@@ -59,7 +84,6 @@ class Objects:
         self._pool = ThreadPoolExecutor(os.cpu_count())
         self._lock = threading.Lock()
         self._made: dict[Path, Future[None]] = {}
-        self._ended = 0
 
     def compile(
         self,
@@ -126,9 +150,16 @@ class Objects:
         after = ["-MD", "-MF", str(depends)]
         self._compiler._compile(str(made), source, Path(source).suffix, options, after, [])
         sums.write_text(self._sum(depends))
-        with self._lock:
-            self._ended += 1
-            print(f"compiled {self._ended} of {len(self._made)}: {source}", flush=True)
+
+    def report(self, end: threading.Event) -> None:
+        """Print the number of compiled files every 3 seconds and at the end."""
+        began = time.monotonic()
+        is_end = False
+        while not is_end:
+            is_end = end.wait(3.0)
+            ended = sum(future.done() for future in [*self._made.values()])
+            seconds = time.monotonic() - began
+            _report(f"compiled {ended} of {len(self._made)} files in {seconds:.0f} s")
 
     @staticmethod
     def _sum(depends: Path) -> str:
@@ -139,8 +170,8 @@ class Objects:
         return total.hexdigest()
 
 
-class BuildOptionalExtensions(build_ext):
-    """Build each extension, or leave the reason why it is missing."""
+class BuildExtensions(build_ext):
+    """Build the extensions, and load each of them once."""
 
     extensions: list[Any]
 
@@ -148,53 +179,48 @@ class BuildOptionalExtensions(build_ext):
         super().finalize_options()
         # Each extension waits for its objects in a thread. Editable installs do not see it as an
         # option of setup().
-        self.parallel = len(self.distribution.ext_modules)
+        self.parallel = len(self.extensions)
 
     def build_extensions(self) -> None:
-        self.compiler.compile = Objects(self.compiler, Path(self.build_temp)).compile
-        super().build_extensions()
-        for ext in self.extensions:
-            self._check_that_it_loads(ext)
+        missing = [package for package in NEEDED if not self._has(package)]
+        if missing == ["libgloo-dev"]:
+            self.warn("libgloo-dev is missing, so the extension for Gloo is omitted")
+            self.extensions = [ext for ext in self.extensions if _short_name(ext) != "gloo"]
+        elif missing:
+            names = " ".join(missing)
+            raise ExecError(
+                f"the native code cannot be compiled without {names}. Install them (Debian, Ubuntu:"
+                f" apt-get install {names}), or install without native code, many times slower:"
+                f" FLASHLIGHT_WITHOUT_NATIVE=1 {AGAIN}"
+            )
+        objects, end = Objects(self.compiler, Path(self.build_temp)), threading.Event()
+        self.compiler.compile = objects.compile
+        reporter = threading.Thread(target=objects.report, args=[end])
+        reporter.start()
+        try:
+            super().build_extensions()
+            for ext in self.extensions:
+                self._check_that_it_loads(ext)
+        finally:
+            end.set()
+            reporter.join()
 
     def build_extension(self, ext: Any) -> None:
-        note = self._note(ext)
-        note.unlink(missing_ok=True)
-        reason = self._why_not(ext)
-        if reason is None:
-            return
-        Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # one from an earlier build
-        note.parent.mkdir(parents=True, exist_ok=True)
-        needed = NEEDED.get(_short_name(ext), "")
-        remedy = f"Install {needed}a C++17 compiler, then install again: {AGAIN}"
-        note.write_text(f"{reason}. {remedy}\n", encoding="utf-8", errors="backslashreplace")
-        self.warn(f"{ext.name} is left out: {reason}")
-
-    def _why_not(self, ext: Any) -> str | None:
-        """Build ``ext``; return why it is left out, if it is."""
-        if os.environ.get(self._switch(ext)):
-            return f"{self._switch(ext)} was set when flashlight-py was built"
         try:
             super().build_extension(ext)
         except (CCompilerError, BaseError) as error:
-            reason = f"it could not be compiled when flashlight-py was built ({error})"
-            if self._has_what_is_needed(ext):
-                raise ExecError(f"{ext.name}: {reason}. {self._without(ext)}") from error
-            return reason
-        return None
+            raise ExecError(
+                f"{ext.name} could not be compiled: {error}. {_without(ext)}"
+            ) from error
 
-    def _has_what_is_needed(self, ext: Any) -> bool:
-        """Tell whether a program that does nothing can be made with all that ``ext`` needs."""
-        source = Path(self.build_temp) / f"needed{Path(ext.sources[0]).suffix}"
+    def _has(self, package: str) -> bool:
+        """Compile a program that needs ``package``; return whether this succeeds."""
+        header, suffix = NEEDED[package]
+        source = Path(self.build_temp, f"needs_{package}{suffix}")
         source.parent.mkdir(parents=True, exist_ok=True)
-        headers = ["Python.h", *HEADERS.get(_short_name(ext), [])]
-        lines = [f"#include <{header}>" for header in headers]
-        source.write_text("\n".join([*lines, "int main() { return 0; }", ""]))
-        flags = {"extra_postargs": ext.extra_compile_args, "include_dirs": ext.include_dirs}
+        source.write_text(f"#include <{header}>\n")
         try:
-            objects = self.compiler.compile([str(source)], **flags)
-            self.compiler.link_shared_object(
-                objects, f"{source}.so", libraries=ext.libraries, target_lang=ext.language
-            )
+            self.compiler.compile([str(source)], extra_postargs=FLAGS)
         except (CCompilerError, BaseError):
             return False
         return True
@@ -202,54 +228,38 @@ class BuildOptionalExtensions(build_ext):
     def _check_that_it_loads(self, ext: Any) -> None:
         """Load what was built, in a process that it may end; fail the build if it does not."""
         path = Path(self.get_ext_fullpath(ext.name)).absolute()
-        if not path.exists():  # left out, with a note
-            return
         command = [sys.executable, "-c", LOAD, ext.name, str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return
         path.unlink()  # also a build in place must not leave it to a user
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ExecError(f"{ext.name} was built and does not load: {reason}. {self._without(ext)}")
+        raise ExecError(f"{ext.name} was built and does not load: {reason}. {_without(ext)}")
 
-    def _without(self, ext: Any) -> str:
-        return f"To install without it: {self._switch(ext)}=1 {AGAIN}"
 
-    @staticmethod
-    def _switch(ext: Any) -> str:
-        return f"FLASHLIGHT_WITHOUT_{_short_name(ext).upper()}"
+def _without(ext: Any) -> str:
+    return f"To install without it: FLASHLIGHT_WITHOUT_{_short_name(ext).upper()}=1 {AGAIN}"
 
-    def _note(self, ext: Any) -> Path:
-        return Path(self.get_ext_fullpath(ext.name)).parent / f"{_short_name(ext)}.missing.txt"
 
-    def copy_extensions_to_source(self) -> None:
-        """Editable installs: only what was built can be copied; notes go along."""
-        for ext in self.extensions:
-            self._copy_note(ext)
-        self.extensions = [ext for ext in self.extensions if Path(self._built(ext)).exists()]
-        super().copy_extensions_to_source()
-
-    def _built(self, ext: Any) -> str:
-        name = self.get_ext_filename(self.get_ext_fullname(ext.name))
-        return os.path.join(self.build_lib, str(name))
-
-    def _copy_note(self, ext: Any) -> None:
-        source = Path(self._built(ext)).parent / f"{_short_name(ext)}.missing.txt"
-        target = Path("flashlight_py/_native") / source.name
-        target.unlink(missing_ok=True)
-        if source.exists():
-            target.write_bytes(source.read_bytes())
-
-    def get_outputs(self) -> list[str]:
-        """Only files that exist, so that a missing extension does not fail the packing."""
-        return [path for path in super().get_outputs() if Path(path).exists()]
+def _is_wanted(name: str) -> bool:
+    """Return whether to build the extension ``name``: on Linux, with a compiler, if not omitted."""
+    names = "NATIVE", name.upper()
+    commands = (os.environ.get(key) or sysconfig.get_config_var(key) or "" for key in ("CC", "CXX"))
+    return (
+        sys.platform == "linux"
+        and any(shutil.which(shlex.split(command)[0]) for command in commands if command)
+        and not any(os.environ.get(f"FLASHLIGHT_WITHOUT_{name}") for name in names)
+    )
 
 
 BUILD = runpy.run_path("csrc/build.py")
 
 setup(
-    ext_modules=BUILD["EXTENSIONS"],
-    cffi_modules=BUILD["BINDINGS"],
-    cmdclass={"build_ext": BuildOptionalExtensions},
+    ext_modules=[ext for ext in BUILD["EXTENSIONS"] if _is_wanted(_short_name(ext))],
+    # The binding of NCCL is a module in Python.
+    cffi_modules=[
+        f"csrc/build.py:{name}" for name in BUILD["BINDINGS"] if name == "nccl" or _is_wanted(name)
+    ],
+    cmdclass={"build_ext": BuildExtensions},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

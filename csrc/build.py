@@ -100,4 +100,4 @@ shm = binding(
 tagi = binding("tagi", ["tagi/tagi.cdef.h"], "tagi/tagi.h", files("tagi/*.cc"), KERNELS)
 launch = binding("launch", ["nccl/launch.cdef.h"], "nccl/launch.h", files("nccl/*.c"), C)
 nccl = binding("nccl", ["nccl/nccl.cdef.h", "nccl/cuda.cdef.h"])
-BINDINGS = [f"csrc/build.py:{name}" for name in ("gloo", "shm", "tagi", "launch", "nccl")]
+BINDINGS = ["gloo", "shm", "tagi", "launch", "nccl"]

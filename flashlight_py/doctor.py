@@ -140,7 +140,7 @@ def built() -> Iterator[Finding]:
             yield Finding(name, OK, purpose)
         except BackendUnavailableError as error:  # noqa: PERF203 - each extension may fail
             reason = str(error).partition(": ")[2] or str(error)
-            state = MISSING if _native.left_out(name) else FAILED
+            state = MISSING if _native.is_omitted(name) else FAILED
             yield Finding(name, state, f"{purpose}: {consequence}. Why: {reason}")
     for name, (extra, purpose) in _PACKAGES.items():
         remedy = f"pip install 'flashlight-py[{extra}]' if you need it"

@@ -11,7 +11,7 @@ from typing import Any
 
 from flashlight_py.errors import BackendUnavailableError
 
-__all__ = ["EXTENSIONS", "load", "optional", "left_out"]
+__all__ = ["EXTENSIONS", "load_extension", "optional", "is_omitted"]
 
 # By name of the extension: its purpose, and what happens without it.
 EXTENSIONS = {
@@ -28,8 +28,8 @@ EXTENSIONS = {
     "nccl": ("NCCL between GPUs (the binding; the library is below)", "CuPy arrays need MPI"),
     "launch": ("the launch of NCCL's collectives", "CuPy arrays need MPI"),
 }
-# By name of the extension: a library that it needs, and the library's Debian package.
-_LIBRARIES = {"gloo": ("libgloo", "libgloo-dev")}
+# Debian packages that compile the extensions.
+_PACKAGES = "gcc g++ python3-dev"
 
 
 def load_extension(name: str) -> ModuleType:
@@ -42,8 +42,13 @@ def load_extension(name: str) -> ModuleType:
     try:
         return importlib.import_module(f"flashlight_py._native._{name}")
     except ImportError as error:
-        reason = left_out(name) or f"{error}. {_remedy(name)}"
-        raise BackendUnavailableError(f"the {name} backend is not available: {reason}") from error
+        packages = f"{_PACKAGES} libgloo-dev" if name == "gloo" else _PACKAGES
+        raise BackendUnavailableError(
+            f"the {name} backend is not available: {error}. Install the packages that compile it"
+            f" (Debian, Ubuntu: apt-get install {packages}), then this package from its sources:"
+            " pip install --force-reinstall --no-deps --no-binary=flashlight-py flashlight-py,"
+            " or . in a clone"
+        ) from error
 
 
 @functools.cache
@@ -59,16 +64,6 @@ def optional(name: str, without: str) -> Any | None:
         return None
 
 
-def left_out(name: str) -> str:
-    """Return why the build of the package omitted extension ``name``, or "" if it did not."""
-    note = Path(__file__).with_name(f"{name}.missing.txt")
-    return note.read_text(encoding="utf-8").strip() if note.exists() else ""
-
-
-def _remedy(name: str) -> str:
-    again = "nstall flashlight-py again: pip install --force-reinstall --no-deps ."
-    if name not in _LIBRARIES:
-        return f"I{again}"
-    library, package = _LIBRARIES[name]
-    install = f"install it (Debian, Ubuntu: apt-get install {package})"
-    return f"If {library} is missing, {install} and i{again}"
+def is_omitted(name: str) -> bool:
+    """Return whether the build of the package omitted extension ``name``."""
+    return not any(Path(__file__).parent.glob(f"_{name}.*"))

@@ -1,4 +1,4 @@
-"""Wheels, empty environments and copies of the sources for the tests of installations."""
+"""Releases, environments, file systems and copies of the sources for tests of installations."""
 
 import os
 import shutil
@@ -10,8 +10,18 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
 NOT_SOURCE = shutil.ignore_patterns(
-    ".*", "*.egg-info", "*.so", "*.missing.txt", "__pycache__", "build", "dist", "wheelhouse"
+    ".*", "*.egg-info", "*.so", "__pycache__", "build", "dist", "wheelhouse"
 )
+# Runs a command in the file system $1 with the home $2 and the interpreter's folder $3, if any.
+ENTER = """
+root=$1 home=$2 python=$3
+shift 3
+mount --rbind /dev "$root/dev"
+mount --bind "$home" "$root/home"
+[ -z "$python" ] || { mkdir -p "$root$python"; mount --bind "$python" "$root$python"; }
+exec env -i HOME=/home TMPDIR=/home PATH="/home/env/bin:$python/bin:/usr/bin" \
+  "$(command -v chroot)" --userspec=1000:1000 "$root" "$@"
+"""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -47,10 +57,61 @@ def copy_of_sources(folder: Path) -> Path:
     return Path(shutil.copytree(ROOT, folder / "source", ignore=NOT_SOURCE))
 
 
-class Wheel(NamedTuple):
-    """A wheel of ``make wheel``, its sources, and the output of the compiler and of the build."""
+def interpreters() -> dict[str, str]:
+    """Return the interpreters of this machine that the package supports, in order of version."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    named = [shutil.which(f"python3.{minor}") for minor in range(10, 20)]
+    ask = "import sys, venv, ensurepip; print(sys.version_info >= (3, 10), *sys.version_info[:2])"
+    versions = {}
+    for python in filter(None, [sys.executable, *named, *pyenv.glob("versions/*/bin/python")]):
+        done = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False)
+        if done.stdout.startswith("True"):
+            versions[".".join(done.stdout.split()[1:])] = str(python)
+    return {version: versions[version] for version in sorted(versions)}
 
-    file: Path
+
+class Machine(NamedTuple):
+    """A file system without apt, shell and MPI, and the home of its normal user.
+
+    ``python`` is the folder of an interpreter of this machine, or "" for Debian's interpreter.
+    """
+
+    root: Path
+    home: Path
+    python: str
+
+    def run(self, *command: str) -> str:
+        """Return the output of the command."""
+        own = "unshare", "--mount", "--pid", "--fork", "--kill-child"
+        arguments = self.root, self.home, self.python, *command
+        return run(*own, f"--mount-proc={self.root}/proc", "sh", "-ec", ENTER, "sh", *arguments)
+
+
+def machine(release: str, *packages: str, home: Path, python: str = "") -> Machine:
+    """Return a machine with ``packages`` of a ``release`` of Debian; build/roots stores them."""
+    root = ROOT / "build" / "roots" / "-".join([release, *packages])
+    if not root.exists():
+        part = root.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        # A mirror may be older than its Release files permit. NumPy needs libstdc++6.
+        options = "--quiet", "--variant=extract", "--aptopt=Acquire::Check-Valid-Until false"
+        included = f"--include={','.join(['libstdc++6', *packages])}"
+        run("mmdebstrap", *options, included, release, part)
+        for name in ("home", "proc"):
+            (part / name).mkdir()
+        part.rename(root)
+    home.mkdir()
+    os.chown(home, 1000, 1000)
+    return Machine(root, home, python)
+
+
+class Release(NamedTuple):
+    """Files of ``make release``, their sources, and the output of the compiler and of the build."""
+
+    source: Path
+    native: Path
+    portable: Path
     sources: Path
     compiled: str
     output: str

@@ -3,13 +3,11 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.packaging.building import ROOT, copy_of_sources, run
+from tests.packaging.building import ROOT, copy_of_sources, interpreters, run
 
 NAMES = "numpy|cffi|mpi4py|mpich|ml_dtypes|torch"
 RANGE = re.compile(rf"\b({NAMES})(?: \| `)?(>=[\d.]+,<[\d.]+)")
@@ -32,19 +30,6 @@ def test_version_ranges_in_all_files_equal_pyproject() -> None:
         assert {*RANGE.findall(text)} <= DECLARED.items(), name
 
 
-def interpreters() -> list[str]:
-    """Return the interpreters of this machine that the package supports, by version."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    named = [shutil.which(f"python3.{minor}") for minor in range(10, 20)]
-    ask = "import sys, venv, ensurepip; print(sys.version_info >= (3, 10), *sys.version_info[:2])"
-    versions = {}
-    for python in filter(None, [sys.executable, *named, *pyenv.glob("versions/*/bin/python")]):
-        done = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False)
-        if done.stdout.startswith("True"):
-            versions[tuple(map(int, done.stdout.split()[1:]))] = str(python)
-    return [versions[bound] for bound in sorted(versions)]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("which", ["lowest", "highest"])
@@ -56,7 +41,7 @@ def test_tests_pass_with_lowest_and_highest_versions(which: str, tmp_path: Path)
     made, source = tmp_path / "environment", copy_of_sources(tmp_path)
     python, path = made / "bin" / "python", f"{made / 'bin'}{os.pathsep}{os.environ['PATH']}"
     try:
-        run(interpreters()[-(which == "highest")], "-m", "venv", made)
+        run([*interpreters().values()][-(which == "highest")], "-m", "venv", made)
         run(python, "-m", "pip", "install", "--quiet", *expected, *TOOLS)
         install = "install", "--quiet", *expected, "--no-build-isolation", "--editable"
         run(python, "-m", "pip", *install, f"{source}[mpi,torch]", PATH=path)

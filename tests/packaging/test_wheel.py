@@ -1,6 +1,11 @@
-"""Installed packages work: the wheel without a system Gloo, the package without Gloo."""
+"""A release works on each Python, without compiler, Gloo or MPI; the build names what is missing."""
 
+import os
+import platform
+import pty
 import re
+import resource
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -9,9 +14,24 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.jobs import finish_all
-from tests.packaging.building import Wheel, copy_of_sources, empty_environment, environment, run
+from tests.doctor.test_doctor import states
+from tests.packaging.building import (
+    ROOT,
+    Machine,
+    Release,
+    copy_of_sources,
+    empty_environment,
+    environment,
+    interpreters,
+    machine,
+    run,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+NEEDS_ROOT = pytest.mark.skipif(
+    os.getuid() != 0 or not all(map(shutil.which, ("mmdebstrap", "unshare"))),
+    reason="needs root and mmdebstrap: make tools-slow",
+)
 
 EXTENSIONS = "SHM", "FAST", "OPTIM", "NN", "TAPE", "TAGI", "GLOO"
 
@@ -53,29 +73,33 @@ with open("/proc/self/maps") as maps:
 """
 
 
-def test_build_compiles_common_sources_once(made: Wheel) -> None:
+def test_build_compiles_common_sources_once(release: Release) -> None:
     """If two compilers wrote the same object at once, the library would be damaged."""
-    objects = re.findall(r" -o (\S+\.o)\b", made.compiled)
+    objects = re.findall(r" -o (\S+\.o)\b", release.compiled)
     assert sum("/reduce-" in name for name in objects) == 1
     assert len(objects) == len(set(objects)), sorted(objects)
-    assert " -shared " in made.output
-    assert not re.findall(r" -o (\S+\.o)\b", made.output), "compiled again for the wheel"
+    assert " -shared " in release.output
+    assert not re.findall(r" -o (\S+\.o)\b", release.output), "compiled again for the wheel"
 
 
-def test_make_wheel_keeps_other_files_in_build(made: Wheel) -> None:
-    assert not [path for path in (made.sources / "build").iterdir() if "bdist" in path.name]
-    assert (made.sources / "build" / "site" / "index.html").exists()
+def test_make_release_keeps_other_files_in_build(release: Release) -> None:
+    assert not [path for path in (release.sources / "build").iterdir() if "bdist" in path.name]
+    assert (release.sources / "build" / "site" / "index.html").exists()
 
 
-def test_wheel_supports_every_python_and_contains_gloo(wheel: Path) -> None:
-    assert "-cp310-abi3-manylinux" in wheel.name
-    names = zipfile.ZipFile(wheel).namelist()
-    carried = [name for name in names if name.startswith("flashlight_py.libs/")]
-    assert any("libgloo" in name for name in carried), names
-    package_data = ("py.typed", "__init__.pyi", "distributed/api/group.pyi", "optim/rules.inc")
-    assert {f"flashlight_py/{name}" for name in package_data} <= set(names)
-    assert {f"flashlight_py/_native/_{name}.abi3.so" for name in ("nn", "optim")} <= {*names}
-    assert not any("missing.txt" in name or name.startswith("tests") for name in names)
+def test_release_contains_libgloo_and_package_data(release: Release) -> None:
+    assert "-cp310-abi3-manylinux" in release.native.name
+    assert release.portable.name.endswith("-py3-none-any.whl")
+    for wheel in (release.native, release.portable):
+        names = zipfile.ZipFile(wheel).namelist()
+        package_data = ("py.typed", "__init__.pyi", "distributed/api/group.pyi", "optim/rules.inc")
+        package_data += ("_native/_nccl.py",)
+        assert {f"flashlight_py/{name}" for name in package_data} <= set(names)
+        assert not any(name.startswith("tests") for name in names)
+        libraries = " ".join(name for name in names if ".so" in name)
+        is_native = wheel == release.native
+        assert all((f"_native/_{name}.abi3.so" in libraries) == is_native for name in ("nn", "shm"))
+        assert ("_native/libs/libgloo" in libraries) == is_native
 
 
 def train_on_two_ranks(python: Path, folder: Path, backend: str) -> list[str]:
@@ -106,55 +130,95 @@ def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path
     }  # fmt: skip
     for used in train_on_two_ranks(python, tmp_path, "gloo"):
         assert len(used.split()) == 1, used
-        assert "flashlight_py.libs/libgloo" in used
+        assert "flashlight_py/_native/libs/libgloo" in used
     shown = run(python.with_name("flrun"), "-n", 2, "--no-python", "sh", "-c", "echo $RANK")
     assert sorted(shown.splitlines()) == ["[0] 0", "[1] 1"]
 
 
-@pytest.fixture(scope="module")
-def reason(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the reason why Gloo is missing, from a build with hidden headers."""
-    folder = tmp_path_factory.mktemp("no_gloo")
-    hidden = folder / "gloo" / "transport" / "tcp"
-    hidden.mkdir(parents=True)
-    (hidden / "device.h").write_text('#error "this machine has no Gloo"\n')
-    options = {"CPATH": str(folder), **without(*EXTENSIONS[:-1])}
-    return reason_in(build(copy_of_sources(folder), folder / "dist", **options))
+# Releases of Debian by Python version. Debian has no 3.10 and 3.12, so machines of the release
+# for which an interpreter was compiled run that interpreter.
+DEBIAN = {"3.11": "bookworm", "3.13": "trixie", "3.14": "forky"}
 
 
-def test_package_without_gloo_states_the_remedy(wheel: Path, reason: str, tmp_path: Path) -> None:
-    """The wheel contains the reason of such a build instead of Gloo's extension."""
-    assert "could not be compiled" in reason
-    assert "libgloo-dev" in reason
-    python = empty_environment(tmp_path / "venv")
-    run(python, "-m", "pip", "install", "--quiet", wheel)
-    (extension,) = (tmp_path / "venv").rglob("_native/_gloo*.so")
-    extension.with_name("gloo.missing.txt").write_text(reason)
-    extension.unlink()
-    alone = (
-        "import numpy as np, flashlight_py as fl\n"
-        "fl.distributed_init()\n"
-        "print(fl.all_reduce(np.ones(2), scale=3.0))\n"
-        "print(fl.distributed_backend())\n"
+def machine_with(version: str, home: Path, *packages: str) -> Machine:
+    """Return a machine with an environment of this Python version."""
+    python = ""
+    if version not in DEBIAN:
+        if version not in interpreters():
+            pytest.skip(f"neither Debian nor this machine has Python {version}")
+        python = str(Path(interpreters()[version]).resolve().parent.parent)
+    own = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
+    release = DEBIAN.get(version, own)
+    suffix = next((key for key, value in DEBIAN.items() if value == release), version)
+    made = machine(release, f"python{suffix}-venv", *packages, home=home, python=python)
+    made.run(f"python{version}", "-m", "venv", "/home/env")
+    return made
+
+
+def install(at: Machine, version: str, file: Path, *needed: str, **variables: str) -> float:
+    """Install the file and run the program of the README; return the processor time in seconds."""
+    download = sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"
+    for name in (f"manylinux_2_28_{platform.machine()}", f"manylinux2014_{platform.machine()}"):
+        download += "--platform", name
+    (at.home / "files").mkdir()
+    run(*download, "--python-version", version, "--dest", at.home / "files", *NEEDED, *needed)
+    shutil.copy(file, at.home / "files")
+    shutil.copy(ROOT / "examples" / "all_reduce.py", at.home)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    options = "--no-index", "--find-links", "/home/files"
+    settings = [f"{name}={value}" for name, value in variables.items()]
+    at.run("env", *settings, "pip", "install", *options, f"/home/files/{file.name}")
+    output = at.run("flrun", "-n", "4", "/home/all_reduce.py")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert output.count("[6. 6. 6.]") == 3, output
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13", "3.14"])
+def test_wheel_adds_arrays_within_seconds(version: str, release: Release, tmp_path: Path) -> None:
+    """A normal user of a system without compiler, apt and MPI installs it."""
+    seconds = install(machine_with(version, tmp_path / "home"), version, release.native)
+    print(f"Python {version}: {seconds:.1f} s")
+    assert seconds <= 15
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize(
+    ("compilers", "shm"), [(["g++", "libpython3.11-dev"], "ok"), ([], "missing")]
+)
+def test_source_installs_without_gloo(
+    compilers: list[str], shm: str, release: Release, tmp_path: Path
+) -> None:
+    """With a compiler the package has shared memory, without one the portable backend."""
+    at = machine_with("3.11", tmp_path / "home", *compilers)
+    install(at, "3.11", release.source, "setuptools", **without(*EXTENSIONS[2:-1]))
+    report = at.run("python", "-m", "flashlight_py.doctor")
+    assert {name: states(report)[name] for name in ("shm", "gloo")} == {"shm": shm, "gloo": "missing"}
+    assert "apt-get install gcc g++ python3-dev libgloo-dev" in " ".join(report.split())
+
+
+def test_build_prints_its_progress_below_pip(tmp_path: Path) -> None:
+    """pip hides the output of a build, so the build prints to the terminal itself."""
+    controller, terminal = pty.openpty()
+    command = sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path
+    process = subprocess.Popen(
+        [*command, copy_of_sources(tmp_path)],
+        env=environment(**without(*EXTENSIONS[2:])),
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
     )
-    assert "[3. 3.]" in run(python, "-c", alone)
-    program = (
-        "import flashlight_py as fl\n"
-        "try:\n"
-        "    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, 0, 2,\n"
-        f"        {{'FILE_PATH': {str(tmp_path / 'meet')!r}, 'BACKEND': 'gloo', 'TIMEOUT': 5}})\n"
-        "except fl.errors.BackendUnavailableError as error:\n"
-        "    print(error)\n"
-    )
-    assert reason.strip() in run(python, "-c", program)
-    assert not list(tmp_path.glob("meet*"))
-    assert train_on_two_ranks(python, tmp_path, "auto") == ["", ""]  # they use shared memory
-
-
-def test_build_succeeds_without_gloo(tmp_path: Path) -> None:
-    reason = reason_in(build(copy_of_sources(tmp_path), tmp_path / "dist", **without(*EXTENSIONS)))
-    assert "FLASHLIGHT_WITHOUT_GLOO" in reason
-    assert "libgloo-dev" in reason
+    os.close(terminal)
+    output = b""
+    with open(controller, "rb", buffering=0) as shown:
+        while process.poll() is None:
+            output += shown.read(4096)
+    assert process.returncode == 0, output.decode()
+    lines = re.findall(r"compiled (\d+) of (\d+) files in (\d+) s", output.decode())
+    assert lines[-1][0] == lines[-1][1]
+    seconds = [0, *(int(line[2]) for line in lines)]
+    assert max(after - before for before, after in pairwise(seconds)) <= 5, lines
 
 
 @pytest.mark.parametrize(
@@ -178,15 +242,21 @@ def test_build_fails_if_an_extension_fails(tmp_path: Path, broken: str, message:
     assert not list(tmp_path.rglob("*.whl"))
 
 
+@pytest.mark.parametrize(
+    ("variables", "package"),
+    [({"CPATH": "{}"}, "python3-dev"), ({"CXX": "no-compiler"}, r"g\+\+ libgloo-dev")],
+)
+def test_build_names_missing_packages(
+    tmp_path: Path, variables: dict[str, str], package: str
+) -> None:
+    (tmp_path / "Python.h").write_text('#error "this machine has no header"\n')
+    variables = {name: value.format(tmp_path) for name, value in variables.items()}
+    with pytest.raises(AssertionError, match=f"error: .*apt-get install {package}\\)"):
+        build(copy_of_sources(tmp_path), tmp_path / "dist", **variables)
+
+
 def build(sources: Path, into: Path, **variables: str) -> Path:
     """Return a wheel built from ``sources``, before auditwheel changes it."""
     run(sys.executable, "-m", "build", "--wheel", "--outdir", into, sources, **variables)
     (built,) = into.glob("*.whl")
     return built
-
-
-def reason_in(built: Path) -> str:
-    """Return the reason why the wheel has no Gloo."""
-    with zipfile.ZipFile(built) as content:
-        assert not any("_gloo" in name and name.endswith(".so") for name in content.namelist())
-        return content.read("flashlight_py/_native/gloo.missing.txt").decode()
