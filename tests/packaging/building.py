@@ -12,14 +12,15 @@ ROOT = Path(__file__).parent.parent.parent
 NOT_SOURCE = shutil.ignore_patterns(
     ".*", "*.egg-info", "*.so", "__pycache__", "build", "dist", "wheelhouse"
 )
-# Runs a command in the file system $1 with the home $2 and the interpreter's folder $3, if any.
+# Runs a command in the file system $1 with the home $2, the interpreter's folder $3 if any, and the
+# environment variables $4.
 ENTER = """
-root=$1 home=$2 python=$3
-shift 3
+root=$1 home=$2 python=$3 variables=$4
+shift 4
 mount --rbind /dev "$root/dev"
 mount --bind "$home" "$root/home"
 [ -z "$python" ] || { mkdir -p "$root$python"; mount --bind "$python" "$root$python"; }
-exec env -i HOME=/home TMPDIR=/home PATH="/home/env/bin:$python/bin:/usr/bin" \
+exec env -i HOME=/home TMPDIR=/home PATH="/home/env/bin:$python/bin:/usr/bin" $variables \
   "$(command -v chroot)" --userspec=1000:1000 "$root" "$@"
 """
 
@@ -80,26 +81,30 @@ class Machine(NamedTuple):
     home: Path
     python: str
 
-    def run(self, *command: str) -> str:
+    def run(self, *command: str, **variables: str) -> str:
         """Return the output of the command."""
-        own = "unshare", "--mount", "--pid", "--fork", "--kill-child"
-        arguments = self.root, self.home, self.python, *command
-        return run(*own, f"--mount-proc={self.root}/proc", "sh", "-ec", ENTER, "sh", *arguments)
+        unshare = "unshare", "--mount", "--pid", "--fork", "--kill-child"
+        unshare += (f"--mount-proc={self.root}/proc",)
+        settings = " ".join(f"{name}={value}" for name, value in variables.items())
+        places = self.root, self.home, self.python, settings
+        return run(*unshare, "sh", "-ec", ENTER, "sh", *places, *command)
 
 
 def machine(release: str, *packages: str, home: Path, python: str = "") -> Machine:
     """Return a machine with ``packages`` of a ``release`` of Debian; build/roots stores them."""
     root = ROOT / "build" / "roots" / "-".join([release, *packages])
     if not root.exists():
-        part = root.with_suffix(".part")
+        part = root.with_name(f"{root.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.parent.mkdir(parents=True, exist_ok=True)
-        # A mirror may be older than its Release files permit. NumPy needs libstdc++6.
+        # A mirror may be older than its Release files permit. NumPy needs libstdc++6; base-files has
+        # the links to the folders of libraries.
         options = "--quiet", "--variant=extract", "--aptopt=Acquire::Check-Valid-Until false"
-        included = f"--include={','.join(['libstdc++6', *packages])}"
+        included = f"--include={','.join(['base-files', 'libstdc++6', *packages])}"
         run("mmdebstrap", *options, included, release, part)
         for name in ("home", "proc"):
-            (part / name).mkdir()
+            (part / name).mkdir(exist_ok=True)
+        (part / "root").chmod(0o755)  # interpreters of pyenv are in this folder
         part.rename(root)
     home.mkdir()
     os.chown(home, 1000, 1000)

@@ -1,4 +1,4 @@
-"""A release works on each Python, without compiler, Gloo or MPI; the build names what is missing."""
+"""Releases work on each Python, without compiler, Gloo and MPI; builds name missing packages."""
 
 import os
 import platform
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,12 @@ NEEDS_ROOT = pytest.mark.skipif(
 )
 
 EXTENSIONS = "SHM", "FAST", "OPTIM", "NN", "TAPE", "TAGI", "GLOO"
+
+
+# Debian's release of each Python. Debian has no 3.10 and 3.12: for them, a machine of the host's
+# release gets an interpreter of the host.
+DEBIAN = {"3.11": "bookworm", "3.13": "trixie", "3.14": "forky"}
+NEEDED = "pip", "numpy>=2.2.5,<3", "cffi>=1.16,<3"
 
 
 def without(*names: str) -> dict[str, str]:
@@ -135,39 +142,33 @@ def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path
     assert sorted(shown.splitlines()) == ["[0] 0", "[1] 1"]
 
 
-# Releases of Debian by Python version. Debian has no 3.10 and 3.12, so machines of the release
-# for which an interpreter was compiled run that interpreter.
-DEBIAN = {"3.11": "bookworm", "3.13": "trixie", "3.14": "forky"}
-
-
 def machine_with(version: str, home: Path, *packages: str) -> Machine:
     """Return a machine with an environment of this Python version."""
-    python = ""
-    if version not in DEBIAN:
-        if version not in interpreters():
-            pytest.skip(f"neither Debian nor this machine has Python {version}")
-        python = str(Path(interpreters()[version]).resolve().parent.parent)
-    own = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
-    release = DEBIAN.get(version, own)
-    suffix = next((key for key, value in DEBIAN.items() if value == release), version)
-    made = machine(release, f"python{suffix}-venv", *packages, home=home, python=python)
-    made.run(f"python{version}", "-m", "venv", "/home/env")
+    release, python = DEBIAN.get(version), ""
+    if release is None:
+        release = platform.freedesktop_os_release().get("VERSION_CODENAME")
+        if version not in interpreters() or release not in DEBIAN.values():
+            pytest.skip(f"Debian has no Python {version}, and this machine no copy for Debian")
+        python = str(Path(interpreters()[version]).resolve().parents[1])
+    (debian,) = (f"python{key}" for key, value in DEBIAN.items() if value == release)
+    made = machine(release, debian, *packages, home=home, python=python)
+    made.run(f"python{version}", "-m", "venv", "--without-pip", "/home/env")
     return made
 
 
-def install(at: Machine, version: str, file: Path, *needed: str, **variables: str) -> float:
+def install(at: Machine, version: str, file: Path, *more: str, **variables: str) -> float:
     """Install the file and run the program of the README; return the processor time in seconds."""
     download = sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"
     for name in (f"manylinux_2_28_{platform.machine()}", f"manylinux2014_{platform.machine()}"):
         download += "--platform", name
     (at.home / "files").mkdir()
-    run(*download, "--python-version", version, "--dest", at.home / "files", *NEEDED, *needed)
+    run(*download, "--python-version", version, "--dest", at.home / "files", *NEEDED, *more)
     shutil.copy(file, at.home / "files")
     shutil.copy(ROOT / "examples" / "all_reduce.py", at.home)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    options = "--no-index", "--find-links", "/home/files"
-    settings = [f"{name}={value}" for name, value in variables.items()]
-    at.run("env", *settings, "pip", "install", *options, f"/home/files/{file.name}")
+    (pip,) = (at.home / "files").glob("pip-*.whl")
+    options = "install", "--no-index", "--find-links", "/home/files", f"/home/files/{file.name}"
+    at.run("python", f"/home/files/{pip.name}/pip", *options, **variables)
     output = at.run("flrun", "-n", "4", "/home/all_reduce.py")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert output.count("[6. 6. 6.]") == 3, output
@@ -194,14 +195,26 @@ def test_source_installs_without_gloo(
     at = machine_with("3.11", tmp_path / "home", *compilers)
     install(at, "3.11", release.source, "setuptools", **without(*EXTENSIONS[2:-1]))
     report = at.run("python", "-m", "flashlight_py.doctor")
-    assert {name: states(report)[name] for name in ("shm", "gloo")} == {"shm": shm, "gloo": "missing"}
+    assert {name: states(report)[name] for name in ("shm", "gloo")} == {
+        "shm": shm,
+        "gloo": "missing",
+    }
     assert "apt-get install gcc g++ python3-dev libgloo-dev" in " ".join(report.split())
 
 
 def test_build_prints_its_progress_below_pip(tmp_path: Path) -> None:
     """pip hides the output of a build, so the build prints to the terminal itself."""
     controller, terminal = pty.openpty()
-    command = sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path
+    command = (
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        tmp_path,
+    )
     process = subprocess.Popen(
         [*command, copy_of_sources(tmp_path)],
         env=environment(**without(*EXTENSIONS[2:])),
