@@ -9,12 +9,13 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.backends.gloo import GlooBackend
-from flashlight_py.distributed.backends.hierarchical_calls import HostCalls
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.shm import ShmBackend
+from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import split_rows
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.verbs import ALL_GATHER, REDUCE, Verb
+from flashlight_py.distributed.verbs import ALL_GATHER, REDUCE_SCATTER, Verb
+from flashlight_py.distributed.work import Work
 from tests.distributed.conformance import (
     assert_equal,
     combine_by_hosts,
@@ -176,13 +177,14 @@ def on_two_hosts(timeout: float = 1) -> Any:
 def test_timeout_names_no_rank_that_waits_for_another_host(rank: int, size: int) -> None:
     """Ranks 1 and 3 have not ended the reduce_scatter when rank 0 calls the next verb."""
     if rank == size - 1:
-        real = HostCalls._reduce_section
+        real = GlooBackend.start
 
-        def late(*args: Any) -> None:
-            time.sleep(4)
-            real(*args)
+        def late(self: GlooBackend, call: Call) -> Work:
+            if call.verb is REDUCE_SCATTER:
+                time.sleep(4)
+            return real(self, call)
 
-        HostCalls._reduce_section = late  # type: ignore[method-assign]
+        GlooBackend.start = late  # type: ignore[method-assign]
     error = first_error(lambda: fl.reduce_scatter(np.ones(200_000)), fl.barrier)
     assert rank == size - 1 or "rank 3 did not join" in error
 
@@ -215,12 +217,12 @@ def test_late_rank_reports_itself_after_another_host_declared_it_lost(rank: int,
         real = GlooBackend.start
 
         def late(self: GlooBackend, call: Any) -> Any:
-            while call.verb is REDUCE and self.lost("reduce") is None:
+            while call.verb is REDUCE_SCATTER and self.lost("reduce_scatter") is None:
                 time.sleep(0.01)
             return real(self, call)
 
         GlooBackend.start = late  # type: ignore[method-assign]
-    error = first_error(lambda: fl.reduce(np.ones(200_000)), fl.barrier)
+    error = first_error(lambda: fl.reduce_scatter(np.ones(200_000)), fl.barrier)
     if rank == 0:
         assert "lost rank 2 (it gave up waiting for this rank" in error
     else:

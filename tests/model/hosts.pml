@@ -2,8 +2,8 @@
  *
  * The model contains failures/agreement.py, and the code that decides how a wait ends: csrc/shm/peers.cc
  * inside a host, csrc/gloo/mesh.cc between hosts, and backends/hierarchical.py. The first call is small, a
- * large reduce, or one that all ranks make together. There is one fault: a rank dies, calls another verb, or
- * stalls temporarily or forever, at any moment.
+ * large reduce_scatter, or one that all ranks make together. There is one fault: a rank dies, calls another
+ * verb, or stalls temporarily or forever, at any moment.
  *
  *   -DSHAPE=22  2 hosts of 2 ranks; 31: 3 hosts of 1; 21: a host of 2 and one of 1; -DCALLS=2 calls in a row
  *   -DMUTANT=   a mutant in tests/model/test_hosts.py: the model without one of its parts
@@ -222,7 +222,7 @@ inline meet() {
   seconds = 0
 }
 
-/* For a large reduce only leaders wait for other hosts; the other ranks are done. */
+/* In a large reduce_scatter, a rank may wait for other hosts when other ranks of its host are done. */
 inline reduce() {
   step(INSIDE, T, 1);
   if :: LOCAL(me) == 0 -> step(BETWEEN, FAR, 1) :: else -> is_ahead = (MUTANT != NEVER_AHEAD) fi

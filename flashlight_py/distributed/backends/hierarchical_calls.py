@@ -24,7 +24,7 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import combine_natively, factors, split_rows
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, RankMessage, between_hosts
-from flashlight_py.distributed.verbs import ALL_GATHER, BROADCAST, Verb
+from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BROADCAST, Verb
 from flashlight_py.distributed.work import Done, Work
 
 # Maximum bytes of array data that a host sends to another in a comparison: one Gloo message.
@@ -163,33 +163,16 @@ class HostCalls:
     def _share(self, sections: Sequence[Array], work: Work = _DONE) -> None:
         """Wait for ``work``, then broadcast each ``sections[i]`` from leader i inside this host."""
         work.wait()
-        for leader, part in enumerate(sections):
-            self._send_inside(part, leader)
-
-    def _send_inside(self, array: Array, leader: int) -> None:
         # A leader may itself wait for other hosts, so the ranks of its host wait longer.
         patience = between_hosts(self.far)
-        self._inside.start(Call(BROADCAST, array, root=leader, seconds=patience)).wait()
+        for leader, part in enumerate(sections):
+            self._inside.start(Call(BROADCAST, part, root=leader, seconds=patience)).wait()
 
     def reduce(self, call: Call) -> Array:
-        """Reduce inside each host, then between hosts to the host of the root."""
-        array: Array = call.array
-        home = self._host_of[call.root]
-        local_root = self._hosts[home].index(call.root)
-        leader = local_root if local_root < self._leaders else 0  # the same on every host
-        first, last = factors(array.dtype, call.op, call.scale)
-        total = array.copy()
-        self._inside.start(Call(call.verb, total, call.op, first, root=leader)).wait()
-        if self._inside.rank == leader and self._between is not None:
-            step = Call(call.verb, total, call.op, last, home, seconds=self.far)
-            self._between.start(step).wait()
-        else:
-            self._runs_ahead()
-        if self._home == home and local_root != leader:
-            self._send_inside(total, leader)
-        if self._rank == call.root:
-            array[...] = total
-        return array
+        """Run an all_reduce, in which all leaders send in parallel. Only the root keeps the result."""
+        array = call.array if self._rank == call.root else call.array.copy()
+        self.all_reduce(replace(call, verb=ALL_REDUCE, array=array))
+        return call.array  # type: ignore[no-any-return]
 
     def all_gather(self, call: Call, rows: Sequence[int]) -> Array:
         """Gather the arrays of all ranks; ``rows`` has a row count for each rank, host by host."""
@@ -202,11 +185,12 @@ class HostCalls:
         """Gather ``data`` of all ranks into ``regions``, a list with a region for each host."""
         home, index = regions[self._home], self._inside.rank
         work: Work = _DONE
-        if self._even:  # the section is this rank's data, so the exchange starts immediately
-            work = self._start_gather(data, blocking=False)
+        step = Call(ALL_GATHER, data, blocking=False, seconds=self.far)
+        if self._between is not None and self._even:  # the section is this rank's data
+            work = self._between.start(step)
         self._inside.start(Call(ALL_GATHER, data, out=home.flat)).wait()
         if self._between is not None and not self._even:
-            work = self._start_gather(home.sections[index], blocking=True)
+            work = self._between.start(replace(step, array=home.sections[index], blocking=True))
         received = work.wait()
         if received is not None:
             targets = [region.sections[index] for region in regions]
@@ -217,50 +201,29 @@ class HostCalls:
             if region is not home:
                 self._share(region.sections)
 
-    def _start_gather(self, section: Array, blocking: bool) -> Work:
-        assert self._between is not None
-        return self._between.start(Call(ALL_GATHER, section, blocking=blocking, seconds=self.far))
-
     def reduce_scatter(self, call: Call) -> Array:
         """Reduce inside hosts, then between hosts; return this rank's part of the result."""
+        own_rows = self._rows_of(call, self._rank)
+        result = call.room(own_rows.stop - own_rows.start)
+        if not self._even:
+            total = replace(call, verb=ALL_REDUCE, array=call.array.copy())
+            result[...] = self.all_reduce(total)[own_rows]
+            return result
+        assert self._between is not None  # each rank is a leader
         first, last = factors(call.array.dtype, call.op, call.scale)
         parts = [call.array[self._rows_of(call, rank)] for rank in self._order]
         flat = (call.array if self._in_order else np.concatenate(parts)).reshape(-1)
-        counts = [part.size for part in parts]
-        reduced, lengths = self._reduce_regions(call, first, self._regions(flat, counts))
-        result = call.room(len(call.array[self._rows_of(call, self._rank)]))
-        if self._even:  # the section of this leader is the part of this rank
-            self._reduce_section(call, last, reduced, lengths, result.reshape(-1))
-            self._runs_ahead()
-            return result
-        home = split_rows(counts, [len(host) for host in self._hosts])[self._home]
-        host_data = np.empty(sum(home), flat.dtype)
-        sections = self._sections(host_data, home)
-        if self._between is not None:
-            self._reduce_section(call, last, reduced, lengths, sections[self._inside.rank])
-        self._share(sections)
-        result[...] = split_rows(host_data, home)[self._inside.rank].reshape(result.shape)
-        return result
-
-    def _reduce_regions(
-        self, call: Call, scale: float, regions: Sequence[Region]
-    ) -> tuple[Array, list[int]]:
-        index = self._inside.rank
-        sizes = [[len(section) for section in region.sections] for region in regions]
-        lengths = [0 if self._between is None else counts[index] for counts in sizes]
-        reduced = np.empty(sum(lengths), call.array.dtype)
-        rest = [0] * (self._inside.size - self._leaders)
-        for region, counts, out in zip(regions, sizes, split_rows(reduced, lengths), strict=True):
-            step = Call(call.verb, region.flat, call.op, scale, rows=counts + rest, out=out)
+        counts = split_rows([part.size for part in parts], [len(host) for host in self._hosts])
+        lengths = [of_host[self._inside.rank] for of_host in counts]
+        reduced = np.empty(sum(lengths), flat.dtype)
+        arrays = split_rows(flat, list(map(sum, counts))), split_rows(reduced, lengths)
+        for array, out, rows in zip(*arrays, counts, strict=True):
+            step = Call(call.verb, array, call.op, first, rows=rows, out=out)
             self._inside.start(step).wait()
-        return reduced, lengths
-
-    def _reduce_section(
-        self, call: Call, scale: float, data: Array, lengths: Sequence[int], out: Array
-    ) -> None:
-        assert self._between is not None
-        step = Call(call.verb, data, call.op, scale, rows=lengths, out=out, seconds=self.far)
-        self._between.start(step).wait()
+        options = {"rows": lengths, "out": result.reshape(-1), "seconds": self.far}
+        self._between.start(Call(call.verb, reduced, call.op, last, **options)).wait()
+        self._runs_ahead()
+        return result
 
     def _regions(self, flat: Array, counts: Sequence[int]) -> list[Region]:
         """Cut ``flat`` into a region for each host. ``counts``: number of elements of each rank."""
