@@ -169,7 +169,7 @@ class HostCalls:
             self._inside.start(Call(BROADCAST, part, root=leader, seconds=patience)).wait()
 
     def reduce(self, call: Call) -> Array:
-        """Run an all_reduce, in which all leaders send in parallel. Only the root keeps the result."""
+        """Run an all_reduce, for which all leaders send in parallel. Only the root keeps it."""
         array = call.array if self._rank == call.root else call.array.copy()
         self.all_reduce(replace(call, verb=ALL_REDUCE, array=array))
         return call.array  # type: ignore[no-any-return]

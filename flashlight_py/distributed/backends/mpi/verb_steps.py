@@ -1,8 +1,9 @@
 """The steps of each verb. MPI reduces arrays if ``_operation`` allows it; else this module does.
 
-Arrays are sent as bytes, by collectives of MPI. Gathers to a root, scatters, and data of more than
-2 GB or on a GPU are sent by messages between pairs of ranks, because some libraries reject such
-data in non-blocking collectives. The choice depends only on values that are equal on all ranks.
+Arrays are sent as bytes, by collectives of MPI. Verbs that send different parts to ranks use
+messages between pairs of ranks. So do all verbs if data has more than 2 GB or is on a GPU, because
+some libraries reject such data in non-blocking collectives. The choice depends only on values that
+are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -132,9 +133,8 @@ class VerbSteps:
         """Return this rank's part of the reduction; rank r reduces ``counts[r]`` elements."""
         array = call.array
         parts = array_module(array).empty((self._size, counts[self._rank]), array.dtype)
-        sends, receives = [n * array.itemsize for n in counts], [parts[0].nbytes] * self._size
-        buffers, limit = (as_bytes(array), as_bytes(parts)), max(sends) * self._size
-        yield from self.all_to_all(*buffers, sends, receives, limit)
+        sends = _by_rank(as_bytes(array), [count * array.itemsize for count in counts])
+        yield from self.swap(sends, _by_rank(as_bytes(parts), [parts[0].nbytes] * self._size))
         part = combined(list(parts), call.op, call.scale)
         settle(part)
         return part
@@ -183,22 +183,21 @@ class VerbSteps:
         yield from self.swap(parts, {call.root: own_part})
         return decode_part(part.view(np.uint8)) if part.dtype == ENCODED_PART else part
 
-    def _all_to_all(self, call: Call, totals: list[int]) -> Steps:
-        array = call.array
-        if call.rows is None:
-            received = array_module(array).empty_like(array) if call.out is None else call.out
-            yield from self.all_to_all(as_bytes(array), as_bytes(received))
-            return received
-        sends = [int(count) for count in call.rows]
-        received_counts = np.empty(self._size, np.int64)
-        yield from self.all_to_all(as_bytes(np.array(sends, np.int64)), as_bytes(received_counts))
-        receives = received_counts.tolist()
-        if call.received is not None:
-            call.received.extend(receives)
-        received, row = call.room(sum(receives)), row_bytes(array)
-        sizes_out, sizes_in = ([count * row for count in counts] for counts in (sends, receives))
-        buffers, limit = (as_bytes(array), as_bytes(received)), sum(totals) * row
-        yield from self.all_to_all(*buffers, sizes_out, sizes_in, limit)
+    def _all_to_all(self, call: Call, _: Any) -> Steps:
+        array, row = call.array, row_bytes(call.array)
+        sends = receives = [len(array) // self._size] * self._size
+        if call.rows is not None:
+            sends, counts = list(call.rows), np.empty(self._size, np.int64)
+            own_counts, even = np.array(sends, np.int64), [counts.itemsize] * self._size
+            pairs = _by_rank(as_bytes(own_counts), even), _by_rank(as_bytes(counts), even)
+            yield from self.swap(*pairs)
+            receives = counts.tolist()
+            if call.received is not None:
+                call.received += receives
+        received = call.room(sum(receives))
+        sent_parts = _by_rank(as_bytes(array), [count * row for count in sends])
+        received_parts = _by_rank(as_bytes(received), [count * row for count in receives])
+        yield from self.swap(sent_parts, received_parts)
         return received
 
     def _send(self, call: Call, _: None) -> Steps:
@@ -243,25 +242,6 @@ class VerbSteps:
             yield from self._until([partial(self._comm.Iallgather, data, target)])
         else:
             yield from self._until([partial(self._comm.Iallgatherv, data, [target, counts])])
-
-    def all_to_all(
-        self, source: Array, target: Array, sizes_out: Sequence[int] | None = None,
-        sizes_in: Sequence[int] | None = None, limit: int = 0,
-    ) -> Steps:  # fmt: skip
-        """Send ``sizes_out[r]`` bytes of ``source`` to rank r, and receive ``sizes_in[r]`` bytes.
-
-        By default all parts have the same size. For parts of different sizes, pass a ``limit`` that
-        is equal on all ranks, and at least the number of bytes that any rank sends or receives.
-        """
-        if self._needs_pairs(source, limit or source.size):
-            even = [source.size // self._size] * self._size
-            parts = _by_rank(source, sizes_out or even), _by_rank(target, sizes_in or even)
-            yield from self.swap(*parts)
-        elif sizes_out is None:
-            yield from self._until([partial(self._comm.Ialltoall, source, target)])
-        else:
-            layouts = [source, sizes_out], [target, sizes_in]
-            yield from self._until([partial(self._comm.Ialltoallv, *layouts)])
 
     def swap(
         self, sends: Mapping[int, Array], receives: Mapping[int, Array], number: int | None = None
