@@ -97,8 +97,8 @@ def machine(release: str, *packages: str, home: Path, python: str = "") -> Machi
         part = root.with_name(f"{root.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.parent.mkdir(parents=True, exist_ok=True)
-        # A mirror may be older than its Release files permit. NumPy needs libstdc++6; base-files has
-        # the links to the folders of libraries.
+        # A mirror may be older than its Release files permit. NumPy needs libstdc++6. base-files
+        # has links to the folders of libraries.
         options = "--quiet", "--variant=extract", "--aptopt=Acquire::Check-Valid-Until false"
         included = f"--include={','.join(['base-files', 'libstdc++6', *packages])}"
         run("mmdebstrap", *options, included, release, part)
