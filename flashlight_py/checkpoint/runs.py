@@ -295,10 +295,8 @@ def check_parts(operation: str, rng: object, **parts: Part | None) -> dict[str, 
     nested_parts: dict[str, Any] = {}
     for name, part in list(parts_by_name.items()):
         if part and isinstance(part, (list, tuple, dict)):
-            parts_by_name[name] = _Several(part)
-            nested_parts |= {
-                f"{name} {at!r}": nested for at, nested in parts_by_name[name].parts.items()
-            }
+            several = parts_by_name[name] = _Several(part)
+            nested_parts |= {f"{name} {at!r}": nested for at, nested in several.parts.items()}
     for name, part in {**parts_by_name, **nested_parts}.items():
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(part, method, None)):

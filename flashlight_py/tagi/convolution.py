@@ -74,9 +74,8 @@ class _Convolution(windows.ImageLayer):
 
     def _set_sums(self, sums: Array, d: Array, e: Array) -> None:
         """Set the sums of the weights' deltas to ``sums``. Sum ``d`` and ``e`` for the biases."""
-        for array, values in zip(
-            (self.weight.mean_sum, self.weight.variance_sum), sums, strict=True
-        ):
+        targets = self.weight.mean_sum, self.weight.variance_sum
+        for array, values in zip(targets, sums, strict=True):
             array[...] = values.reshape(array.shape)
         self._sum_biases(d, e, 1)
 
