@@ -315,7 +315,7 @@ def test_group_closed_during_a_send_sends_no_later_content(rank: int, size: int)
         check_world(size)
 
 
-@on_ranks(("gloo", 3), fresh=True, params={"TIMEOUT": 30})
+@on_ranks(("gloo", 3), fresh=True, native=True, params={"TIMEOUT": 30})
 def test_failed_group_leaves_other_groups_usable(rank: int, size: int) -> None:
     # In shared memory a late rank finds all calls and is in time.
     group, other = fl.new_group(range(size), timeout=0.3), fl.new_group(range(size))

@@ -9,8 +9,9 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,8 +50,9 @@ class Link:
         sock.setblocking(False)
         self.sock, self.watched = sock, selectors.EVENT_READ
         self.calls = deque[Frame]()  # calls that this rank has not made yet
-        self.messages = dict[int, Frame]()  # messages without a receive, by number
+        self.messages = dict[int, deque[Frame]]()  # messages without a receive, by tag
         self.sends = dict[int, Any]()  # operations of messages without an answer, by number
+        self.incoming = dict[int, Any]()  # receives that wait for data, by number of the message
         self.sent_count = 0  # number of sent messages
         self.wanted = list[int]()  # tags for which the other rank waits
         self.last_call, self.called_at = b"", 0.0  # text and time of the latest call
@@ -103,6 +105,9 @@ class Link:
             self.advice = HOST_ADVICE
         return frames
 
+    def waiting_messages(self) -> Iterator[Frame]:
+        return chain.from_iterable(self.messages.values())
+
     def close(self) -> None:
         with suppress(OSError):  # the other end has closed the connection
             self.sock.shutdown(socket.SHUT_WR)
@@ -129,6 +134,14 @@ class Link:
                 raise EOFError
             missing = missing[received:]
         return room
+
+
+def take_first(queues: dict[Any, deque[Any]], key: Any) -> Any:
+    """Remove and return the first entry of ``queues[key]``, which must not be empty."""
+    first = queues[key].popleft()
+    if not queues[key]:
+        del queues[key]
+    return first
 
 
 def listen(address: str, backlog: int) -> socket.socket:

@@ -10,6 +10,7 @@ receives.
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import math
 import selectors
@@ -19,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -48,8 +50,11 @@ from flashlight_py.errors import (
 _SLICE_SECONDS = 0.1  # maximum seconds of one wait; signal handlers (Ctrl-C) run between waits
 _LEAVE_SECONDS = 0.5  # maximum seconds to send the last frames before the connections close
 _IDLE_SECONDS = 1.0  # seconds without an operation after which the background thread ends
-_LARGE = 64 << 10  # bytes from which an all_reduce sends parts first, and then the reduced parts
+# Bytes from which an all_reduce sends parts first, and a message sends its data after a receive.
+_LARGE = 64 << 10
 _TEXT_BYTES = 320  # maximum bytes of a call as text, with its line of code
+_MOST_TAGS = 5  # maximum number of tags that an error lists
+_orders = itertools.count()
 _UNUSABLE = "the group cannot be used any more"
 
 Error: TypeAlias = Callable[[str], DistributedError]  # the argument begins the message
@@ -62,9 +67,11 @@ class Kind(enum.IntEnum):
     MESSAGE = 1  # number of the message; tag, call, dtype and shape
     ANSWER = 2  # number of the message; "", or the call of a receive that does not match
     WANTED = 3  # no receive has taken the message with this number; tags of the receives
-    LEAVING = 4  # this rank begins no more messages
-    LEFT = 5  # this rank has closed the group after this number of calls
-    ABORT = 6  # the rank that is the cause; the error to raise
+    GO = 4  # a receive has taken the message with this number, which needs its data
+    DATA = 5  # data of the message with this number
+    LEAVING = 6  # this rank begins no more messages
+    LEFT = 7  # this rank has closed the group after this number of calls
+    ABORT = 8  # the rank that is the cause; the error to raise
 
 
 class Operation(Work):
@@ -74,6 +81,7 @@ class Operation(Work):
         self.group, self.call, self.number = group, call, group.count[0]
         self.seconds = group.timeout if call.seconds is None else call.seconds
         self.deadline = time.monotonic() + self.seconds
+        self.order = next(_orders)
         self.where = f"[{call.name}] {group.name}"
         self.text = text_at_site(str(call), _TEXT_BYTES).decode(errors="replace")
         self.steps: Generator[None, Sequence[Frame], Any] | None = None  # of a collective
@@ -86,7 +94,13 @@ class Operation(Work):
 
     def end(self, value: Any = None, error: Exception | None = None) -> None:
         self._value, self.error, self.has_ended = value, error, True
-        self._end_time, self.is_settled = time.monotonic(), self.is_settled or error is None
+        self._end_time = time.monotonic()
+        if error is None or self.is_settled:
+            self._settle()
+
+    def _settle(self) -> None:
+        self.is_settled = True
+        self.group.works.pop(self, None)
 
     def wait(self, timeout: float | None = None) -> Any:
         if self._forks != journal.forks:
@@ -94,7 +108,7 @@ class Operation(Work):
         self.is_awaited = True
         if not self.group.receive_until(self, math.inf if timeout is None else timeout):
             raise wait_timeout_error(self.where, timeout or 0.0)
-        self.is_settled = True
+        self._settle()
         if self.error is not None:
             raise self.error
         return self._value
@@ -122,14 +136,18 @@ class PortableBackend(Backend):
         self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
         self.callers = Callers(self.name)
         self._queue = deque[Operation]()  # collectives; they run one after another
-        self._receives = list[Operation]()
-        self._works = list[Operation]()  # operations that have not ended or whose error is unread
+        self._receives = dict[tuple[int, int], deque[Operation]]()  # by rank of the sender and tag
+        # Operations that have not ended or whose error was not raised, in the order of their calls
+        self.works = dict[Operation, None]()
+        self._next_check = 0.0  # time of the next check for late operations
         self._turn = threading.Condition()  # guards all fields
         self._leader = 0  # the thread that receives; 0: none
         self._thread: threading.Thread | None = None
         self._ended: Error | None = None  # the error of later calls; None: the group is usable
         self._cause: Error | None = None  # the error that ended the group
+        self._abort: Frame | None = None  # the frame by which another rank ended the group
         self._served = 0  # rank of the last received message
+        self._has_left = False  # whether this rank begins no more messages
         self.links = dict[int, Link]()
         self._selector = selectors.DefaultSelector()
         try:
@@ -188,8 +206,7 @@ class PortableBackend(Backend):
             self.callers.threads.add(thread)
             with self._turn:
                 operation = Operation(self, call)
-                self._works = [op for op in self._works if not (op.has_ended and op.is_settled)]
-                self._works.append(operation)
+                self.works[operation] = None
                 if self._ended is not None:
                     operation.end(error=self._ended(operation.where))
                 else:
@@ -208,13 +225,13 @@ class PortableBackend(Backend):
 
     def _begin(self, operation: Operation) -> None:
         call = operation.call
-        if call.verb is verbs.SEND:
+        if not call.verb.is_message:
+            self._queue.append(operation)
+        elif call.verb is verbs.SEND:
             self._send_message(operation)
         else:
-            (self._receives if call.verb.is_message else self._queue).append(operation)
+            self._begin_receive(operation)
         self._advance()
-        if call.verb is verbs.RECV and call.peer != ANY_RANK:
-            self._report_tags(call.peer, self.links[call.peer].messages.values())
 
     # Collectives ----------------------------------------------------------------------------------
 
@@ -263,22 +280,32 @@ class PortableBackend(Backend):
         link.sent_count += 1
         link.sends[link.sent_count] = operation
         text = json.dumps([call.tag, operation.text, _dtype_and_shape(call)]).encode()
-        data = None if call.compared else call.array
-        link.send(Kind.MESSAGE, link.sent_count, text, data, operation.pieces)
+        is_short = not (call.compared or call.refusal) and call.array.nbytes < _LARGE
+        link.send(Kind.MESSAGE, link.sent_count, text, call.array if is_short else None)
 
-    def _match(self) -> None:
-        """Give each receive, in the order of their calls, the oldest message with its tag."""
-        for operation in list(self._receives):
-            ranks = [operation.call.peer]
-            if operation.call.peer == ANY_RANK:  # begin after the rank that was served last
-                ranks = sorted(self.links, key=lambda rank: (rank <= self._served, rank))
-            for rank in ranks:
-                messages, tag = self.links[rank].messages, operation.call.tag
-                number = next((n for n in messages if _tag(messages[n]) == tag), 0)
-                if number:
-                    self._receives.remove(operation)
-                    self._take(operation, rank, messages.pop(number))
-                    break
+    def _begin_receive(self, operation: Operation) -> None:
+        """Take the oldest message with the tag of the receive, or wait for it."""
+        peer, tag = operation.call.peer, operation.call.tag
+        # A receive from any rank prefers the ranks after the one that was served last.
+        ranks = sorted(self.links, key=lambda rank: (rank <= self._served, rank))
+        for rank in ranks if peer == ANY_RANK else [peer]:
+            if tag in self.links[rank].messages:
+                self._take(operation, rank, links.take_first(self.links[rank].messages, tag))
+                return
+        self._receives.setdefault((peer, tag), deque()).append(operation)
+        if peer != ANY_RANK:
+            self._report_tags(peer, islice(self.links[peer].waiting_messages(), 1))
+
+    def _deliver(self, rank: int, frame: Frame) -> None:
+        """Give a message to the receive that was called first, or keep it."""
+        tag = json.loads(frame.text)[0]
+        if waiting := [key for key in ((rank, tag), (ANY_RANK, tag)) if key in self._receives]:
+            key = min(waiting, key=lambda key: self._receives[key][0].order)
+            self._take(links.take_first(self._receives, key), rank, frame)
+            return
+        self.links[rank].messages.setdefault(tag, deque()).append(frame)
+        if self._receives or self._has_left:
+            self._report_tags(rank, [frame])
 
     def _take(self, operation: Operation, rank: int, frame: Frame) -> None:
         """Compare ``operation`` with a message of ``rank``, and answer the message."""
@@ -287,6 +314,11 @@ class PortableBackend(Backend):
         if call.partial and sent and own and rows <= own[1][0]:
             own[1][0] = rows
         is_same = sent == own is not None
+        needs_data = call.array is not None and not call.compared and bool(call.array.nbytes)
+        if is_same and needs_data and rows and not frame.data.size:
+            self.links[rank].incoming[frame.number] = operation, frame
+            self.links[rank].send(Kind.GO, frame.number)
+            return
         answer = "" if is_same else operation.text
         self.links[rank].send(Kind.ANSWER, frame.number, answer.encode())
         if is_same:
@@ -312,9 +344,10 @@ class PortableBackend(Backend):
 
     def _report_tags(self, rank: int, messages: Iterable[Frame]) -> None:
         """Notify ``rank`` that no receive has taken ``messages``, and which tags are expected."""
-        tags = [op.call.tag for op in self._receives if op.call.peer in (rank, ANY_RANK)]
+        wanted = (tag for peer, tag in self._receives if peer == rank)
+        text = json.dumps([*islice(wanted, _MOST_TAGS)]).encode()
         for frame in messages:
-            self.links[rank].send(Kind.WANTED, frame.number, json.dumps(tags).encode())
+            self.links[rank].send(Kind.WANTED, frame.number, text)
 
     # Receiving ------------------------------------------------------------------------------------
 
@@ -344,15 +377,14 @@ class PortableBackend(Backend):
 
     def _receive(self, seconds: float) -> None:
         """Wait for frames and handle them."""
-        with self._turn:
-            pending = self._pending()
-        left = min([seconds, _SLICE_SECONDS, *(op.deadline - time.monotonic() for op in pending)])
-        ready = self._selector.select(max(0.0, left))
+        ready = self._selector.select(min(seconds, _SLICE_SECONDS))
         thread = threading.get_ident()
         is_inside = thread in self.callers.threads
         try:
             self.callers.threads.add(thread)  # a signal handler must not start a call meanwhile
-            self._handle_all(ready, pending)
+            with self._turn:
+                self._handle_all(ready)
+                self._turn.notify_all()
         except BaseException as error:  # such as Ctrl-C in the middle of a frame
             abort.report(error, [self])
             raise
@@ -360,21 +392,27 @@ class PortableBackend(Backend):
             if not is_inside:
                 self.callers.threads.discard(thread)
 
-    def _handle_all(self, ready: Iterable[Any], pending: Iterable[Operation]) -> None:
-        with self._turn:
-            for key, _ in ready if self._ended is None else ():
+    def _handle_all(self, ready: Iterable[Any]) -> None:
+        while ready and self._ended is None:
+            for key, _ in ready:
                 rank, link = key.data
                 link.flush()
                 for frame in link.receive():
                     self._handle(rank, link, frame)
                 if link.is_over:
                     self._selector.unregister(link.sock)
-            self._advance()
-            now = time.monotonic()
-            for operation in pending:
+            # What other ranks sent before another rank ended the group may complete operations.
+            ready = self._selector.select(0.0) if self._abort is not None else ()
+        self._advance()
+        if self._abort is not None and self._ended is None:
+            words, rank = self._abort.text.decode(errors="replace"), self._abort.number
+            self._fail(lambda where: native_errors.received_error(where, words), [rank])
+        now = time.monotonic()
+        if now >= self._next_check:
+            self._next_check = now + _SLICE_SECONDS
+            for operation in self._pending():
                 if now >= operation.deadline and not operation.has_ended:
                     self._expire(operation)
-            self._turn.notify_all()
 
     def _handle(self, rank: int, link: Link, frame: Frame) -> None:
         kind, number, _, text = frame
@@ -382,14 +420,17 @@ class PortableBackend(Backend):
             link.calls.append(frame)
             link.last_call, link.called_at = text, time.monotonic()
         elif kind == Kind.MESSAGE:
-            link.messages[number] = frame
-            self._match()
-            if number in link.messages:
-                self._report_tags(rank, [frame])
+            self._deliver(rank, frame)
         elif kind == Kind.ANSWER:
             operation = link.sends.pop(number)
             ends, other = (self.rank, rank), text.decode()
             self._end_message(operation, ends, number, other, operation.call.array)
+        elif kind == Kind.GO:
+            operation = link.sends[number]
+            link.send(Kind.DATA, number, b"", operation.call.array, operation.pieces)
+        elif kind == Kind.DATA:
+            operation, message = link.incoming.pop(number)
+            self._take(operation, rank, message._replace(data=frame.data))
         elif kind == Kind.WANTED:
             link.wanted = json.loads(text)
             if number in link.sends:
@@ -398,13 +439,11 @@ class PortableBackend(Backend):
             link.is_leaving = True
         elif kind == Kind.LEFT:
             link.left_after, link.loss = number, wording.HAS_LEFT
-        elif self._ended is None:
-            words = text.decode(errors="replace")
-            self._fail(lambda where: native_errors.received_error(where, words), [number])
+        else:
+            self._abort = self._abort or frame
 
     def _advance(self) -> None:
         """Run the steps of collectives, and end operations that wait for a lost rank."""
-        self._match()
         everyone = self.links.values()
         while self._queue:
             operation = self._queue[0]
@@ -437,12 +476,11 @@ class PortableBackend(Backend):
                     )
                     has_left &= operation.is_awaited
                     is_lost = link in peers and (bool(link.loss) or has_left)
-                if is_lost:
+                if is_lost and self._ended is None:
                     self._lose(operation, rank, link.loss or wording.IS_LEAVING)
 
     def _pending(self) -> list[Operation]:
-        sends = [operation for link in self.links.values() for operation in link.sends.values()]
-        return [op for op in (*self._queue, *self._receives, *sends) if not op.has_ended]
+        return [operation for operation in self.works if not operation.has_ended]
 
     def _ensure_thread(self) -> None:
         """Start the background thread if it does not run."""
@@ -525,7 +563,7 @@ class PortableBackend(Backend):
         texts = []
         for rank in ranks:
             link = self.links[rank]
-            tags = link.wanted if does[0] == "sends" else [*map(_tag, link.messages.values())]
+            tags = link.wanted if does[0] == "sends" else [*islice(link.messages, _MOST_TAGS)]
             state = f"{does[1]} with tag {', '.join(map(str, tags))}" if tags else f"not {does[1]}"
             texts.append(f"rank {self.numbers[rank]} is {state}")
         return ", ".join([*texts, f"this rank {does[0]} with tag {call.tag}"])
@@ -598,16 +636,17 @@ class PortableBackend(Backend):
         return text.rpartition(" at ")[0]
 
     def synchronize(self) -> None:
-        wait_for(self._works)
+        wait_for([*self.works])
 
     def is_busy(self) -> bool:
         return bool(self._pending())
 
     def leave(self) -> None:
         with self._turn:
+            self._has_left = True
             for rank, link in self.links.items() if self._ended is None else ():
                 link.send(Kind.LEAVING, 0)
-                self._report_tags(rank, link.messages.values())
+                self._report_tags(rank, link.waiting_messages())
 
     def close(self) -> None:
         with self._turn:
@@ -631,10 +670,6 @@ class PortableBackend(Backend):
 
 def _closed(where: str) -> GroupClosedError:
     return GroupClosedError(f"{where}: the group is closed. Create it again")
-
-
-def _tag(message: Frame) -> int:
-    return int(json.loads(message.text)[0])
 
 
 def _dtype_and_shape(call: Call) -> Any:

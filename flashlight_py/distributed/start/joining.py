@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend
