@@ -34,7 +34,7 @@ from flashlight_py import distributed as fl
 from flashlight_py._version import __version__
 from flashlight_py.device import cuda, to_device
 from flashlight_py.distributed import internal
-from flashlight_py.distributed.internal import SECRET_REMEDY, SHARED_FOLDER
+from flashlight_py.distributed.internal import SECRET_REMEDY, memory_file
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from flashlight_py.interfaces import addresses_of, interfaces, own_addresses, resolved
 from flashlight_py.launch.failures import Tail
@@ -186,16 +186,17 @@ def host(option: str) -> Iterator[Finding]:
 def shared_memory() -> tuple[str, str, str]:
     """Return state, detail and remedy for ``/dev/shm``: its size, and whether it is writable."""
     # Ranks that can see each other's processes share files without names and need no /dev/shm.
+    folder = memory_file.DIRECTORY
     scope = "only ranks in different containers of this host need it"
-    if not SHARED_FOLDER.is_dir():
-        detail = f"{SHARED_FOLDER} does not exist, but {scope}. They use Gloo, many times slower"
-        return WARNING, detail, f"mount a tmpfs at {SHARED_FOLDER}"
-    usage = shutil.disk_usage(SHARED_FOLDER)
-    size = f"{SHARED_FOLDER}: {usage.total / 2**20:,.0f} MiB, {usage.free / 2**20:,.0f} MiB free"
-    if not os.access(SHARED_FOLDER, os.W_OK | os.X_OK):
-        return WARNING, f"{size}; not writable, but {scope}", f"chmod 1777 {SHARED_FOLDER}"
+    if not folder.is_dir():
+        detail = f"{folder} does not exist, but {scope}. They use Gloo, many times slower"
+        return WARNING, detail, f"mount a tmpfs at {folder}"
+    usage = shutil.disk_usage(folder)
+    size = f"{folder}: {usage.total / 2**20:,.0f} MiB, {usage.free / 2**20:,.0f} MiB free"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return WARNING, f"{size}; not writable, but {scope}", f"chmod 1777 {folder}"
     if usage.free < ENOUGH_BYTES:
-        remedy = f"docker run --shm-size=8g, or mount a larger tmpfs at {SHARED_FOLDER}"
+        remedy = f"docker run --shm-size=8g, or mount a larger tmpfs at {folder}"
         return WARNING, f"{size}; too little for gradients, but {scope}", remedy
     return OK, size, ""
 

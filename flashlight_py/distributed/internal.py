@@ -22,45 +22,21 @@ from flashlight_py.distributed.calls.arrays import (
 from flashlight_py.distributed.calls.call import COMPOSED, PASS_FAILED, Call, Matched
 from flashlight_py.distributed.calls.call_site import caller, hide_folder
 from flashlight_py.distributed.calls.checks import bounds, check_rank
-from flashlight_py.distributed.calls.journal import Record, leave_to_python
 from flashlight_py.distributed.calls.kinds import is_instance
 from flashlight_py.distributed.constants import LinearOp, ReduceOp
 from flashlight_py.distributed.failures import abort, flight_record
 from flashlight_py.distributed.failures.flight_record import dump, read_fields
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.membership import Membership, members_of, world_fast
-from flashlight_py.distributed.memory.memory_file import DIRECTORY as SHARED_FOLDER
-from flashlight_py.distributed.memory.memory_file import (
-    MemoryFile,
-    made_together,
-    open_memory,
-    process_space,
-)
-from flashlight_py.distributed.memory.memory_room import reserve as reserve_memory
-from flashlight_py.distributed.memory.memory_room import shared_arrays
+from flashlight_py.distributed.memory import memory_file, memory_room
+from flashlight_py.distributed.reducers import host_memory
 from flashlight_py.distributed.reducers.hook import CommunicationHook, check_hook
-from flashlight_py.distributed.reducers.host_memory import (
-    add_up,
-    hosts_of,
-    map_zeros,
-    store_of,
-    wait_for_ranks,
-)
 from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_buckets, reduce_all
+from flashlight_py.distributed.rendezvous import store as rendezvous
 from flashlight_py.distributed.rendezvous.secret import REMEDY as SECRET_REMEDY
 from flashlight_py.distributed.rendezvous.secret import Secret
-from flashlight_py.distributed.rendezvous.store import (
-    NEXT_SECONDS,
-    Roster,
-    Store,
-    Waiting,
-    host_identity,
-    missing_text,
-    this_process,
-)
 from flashlight_py.distributed.rendezvous.tcp_store import is_local
 from flashlight_py.distributed.start import blas, initialize
-from flashlight_py.distributed.start.initialize import leave_first_at_exit
 from flashlight_py.distributed.start.settings import MOST_SECONDS, Settings, requested_interface
 from flashlight_py.distributed.start.world import current_world, group_or_world
 from flashlight_py.distributed.verbs import ALL_REDUCE, RECV, SCATTER, SEND, Verb

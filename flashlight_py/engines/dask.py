@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from flashlight_py.distributed.internal import this_process
+from flashlight_py.distributed.internal import rendezvous
 from flashlight_py.engines import run as engine
 from flashlight_py.engines.rank import ENDING_SECONDS, Start, end_rank, listen_for_ranks
 from flashlight_py.launch.calls import SpawnCall
@@ -55,7 +55,7 @@ def _workers(client: Any, call: SpawnCall, restarts: int) -> list[str]:
     workers: list[str] = []
 
     def count() -> int:
-        processes = _run_on_workers(client, call, this_process, on_error="ignore")
+        processes = _run_on_workers(client, call, rendezvous.this_process, on_error="ignore")
         workers[:] = sorted({process: worker for worker, process in processes.items()}.values())
         return len(workers)
 

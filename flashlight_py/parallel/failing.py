@@ -62,7 +62,7 @@ def end_together(group: ProcessGroup) -> None:
     """
     while True:
         try:
-            internal.wait_for_ranks(group, internal.PASS_FAILED)
+            internal.host_memory.wait_for_ranks(group, internal.PASS_FAILED)
         except MismatchError as error:
             if error.group_lives:
                 continue

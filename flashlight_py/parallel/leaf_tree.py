@@ -18,7 +18,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.internal import hosts_of, made_together, shared_arrays, store_of
+from flashlight_py.distributed.internal import host_memory, memory_file, memory_room
 from flashlight_py.structure import HoldsState
 
 # Additions in their order: (a, b) adds sum b to sum a.
@@ -135,7 +135,7 @@ def join_hosts(members: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup | None
     None. If hosts have unequal numbers of ranks, or ranks that are not consecutive, return
     ``members`` and None. Collective, blocking.
     """
-    hosts = hosts_of(members)
+    hosts = host_memory.hosts_of(members)
     per_host = len(hosts[0])
     expected = [[*range(at, at + per_host)] for at in range(0, members.size, per_host)]
     if len(hosts) == 1 or per_host == 1 or hosts != expected:
@@ -168,9 +168,10 @@ class Rows(HoldsState):
         step = _LINE * members.size
         self._width = max(1, -(-sum(sizes) // step)) * step  # equal shares of all ranks
         shape = depth, self._width
-        backend, store = local.backend(), store_of(members)
+        backend, store = local.backend(), host_memory.store_of(members)
         with local.journal.recording("shared_empty", like=(dtype, shape)):
-            self._by_rank = made_together(store, lambda: shared_arrays(backend, shape, dtype))
+            make = functools.partial(memory_room.shared_arrays, backend, shape, dtype)
+            self._by_rank = memory_file.made_together(store, make)
         self._position = local.rank if len(self._by_rank) > 1 else 0
         self.rows = self._by_rank[self._position]
         if members.all_reduce(np.array(len(self._by_rank)), op="min") < local.size:

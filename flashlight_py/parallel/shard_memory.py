@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup, internal
-from flashlight_py.distributed.internal import map_zeros, wait_for_ranks
+from flashlight_py.distributed.internal import host_memory
 from flashlight_py.errors import OutOfMemoryError, TornStateError, UnavailableEverywhereError
 from flashlight_py.parallel.agreement import gather_json
 from flashlight_py.parallel.gradient_pass import PassBucket
@@ -120,7 +120,7 @@ class HostMemory:
     def __init__(self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool) -> None:
         self.group = self.local = group
         self.between: ProcessGroup | None = None
-        self.hosts = hosts = sorted(internal.hosts_of(group))
+        self.hosts = hosts = sorted(host_memory.hosts_of(group))
         self.host = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
         self._leaders = min(map(len, hosts))
         if len(hosts) > 1:
@@ -154,7 +154,8 @@ class HostMemory:
                 if name.endswith(FROZEN):  # never written, so no memory backs these zeros
                     self._unwritten -= self.grads[name].nbytes
             # Each rank's count of begins and ends of parameter changes. It is odd during a change.
-            self._marks = map_zeros(local, local.size * 64, "fully_shard").view(np.int64)[::8]
+            marks = host_memory.map_zeros(local, local.size * 64, "fully_shard")
+            self._marks = marks.view(np.int64)[::8]
             self.protect(True)
             largest = max(
                 (chunk.stop - chunk.start) * bucket.params[0].dtype.itemsize
@@ -162,7 +163,8 @@ class HostMemory:
                 for chunk in bucket.chunks
             )
             shape = local.size, 2, -(-largest // 4096) * 4096
-            staging = map_zeros(local, math.prod(shape), "buckets of fully_shard", self._unwritten)
+            nbytes, purpose = math.prod(shape), "buckets of fully_shard"
+            staging = host_memory.map_zeros(local, nbytes, purpose, self._unwritten)
             self._staging = staging.reshape(shape)
 
     @contextlib.contextmanager
@@ -189,7 +191,8 @@ class HostMemory:
         """Return ``length`` zeros that this host's ranks share. Collective, blocking."""
         kind = np.dtype(dtype)
         purpose = "parameters, gradients or state of an optimizer in fully_shard"
-        flat: Array = map_zeros(self.local, length * kind.itemsize, purpose, self._unwritten)
+        nbytes = length * kind.itemsize
+        flat: Array = host_memory.map_zeros(self.local, nbytes, purpose, self._unwritten)
         self._unwritten += flat.nbytes
         return flat.view(kind) if length else np.zeros(0, kind)
 
@@ -231,11 +234,11 @@ class HostMemory:
         if self._alone and not adds:
             internal.scale_in_place(total, self._scale)
             return
-        wait_for_ranks(self.local, BACKWARD)
+        host_memory.wait_for_ranks(self.local, BACKWARD)
         position = slice(part.start - chunk.start, part.stop - chunk.start)
         arrays = [array[position] for array in self.staging_of_ranks(chunk, total.dtype)]
         if not adds:
-            internal.add_up(arrays, self._scale, total)
+            host_memory.add_up(arrays, self._scale, total)
             return
         if len(self.hosts) > 1:  # all hosts add the earlier sum; the result must contain it once
             host_range = self.host_range(name, self.host)
@@ -244,7 +247,7 @@ class HostMemory:
             total[:low] = total[high:] = 0
             kept = self.group.size if self.across else self.group.size / len(self.hosts)
             total[low:high] *= total.dtype.type(kept)
-        total += internal.add_up(arrays, self._scale, np.empty_like(total))
+        total += host_memory.add_up(arrays, self._scale, np.empty_like(total))
 
     def check(self, operation: str) -> None:
         """Raise TornStateError if a rank of this host ended or failed while it changed parameters.
@@ -282,18 +285,18 @@ class HostMemory:
             self.check(operation)
             self._change = operation
             try:
-                wait_for_ranks(local, STEP)
+                host_memory.wait_for_ranks(local, STEP)
                 self.protect(False)
                 marks[local.rank] += 1
                 yield
                 if self.across:
-                    wait_for_ranks(local, STEP)
+                    host_memory.wait_for_ranks(local, STEP)
                     for between, host, part in self._exchanges(self.params):
                         between.broadcast(part, root=host)
                 marks[local.rank] += 1
                 self._unwritten = 0
                 self.protect(True)
-                wait_for_ranks(local, STEP)
+                host_memory.wait_for_ranks(local, STEP)
             finally:
                 self._change = ""
 
@@ -322,7 +325,7 @@ class HostMemory:
         """Sum gradients over hosts. Sums are complete when all ranks of this host have returned."""
         if len(self.hosts) == 1:
             return
-        wait_for_ranks(self.local, BACKWARD)
+        host_memory.wait_for_ranks(self.local, BACKWARD)
         scale = 1.0 / self.group.size
         for between, host, part in self._exchanges(self.grads):
             if self.across:

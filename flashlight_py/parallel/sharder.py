@@ -23,7 +23,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, is_last_contribution
 from flashlight_py.device import Array, array_module, to_device
 from flashlight_py.distributed import InlineReducer, ProcessGroup
-from flashlight_py.distributed.internal import reject_together, wait_for_ranks
+from flashlight_py.distributed.internal import host_memory, reject_together
 from flashlight_py.errors import DistributedError
 from flashlight_py.optim.cpu import BLOCK, sum_of_squares, sums_of_squares
 from flashlight_py.optim.optimizer import FirstOrderOptimizer, Placement, Shards
@@ -215,7 +215,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         return float(sum(local.all_reduce(np.concatenate(parts)).tolist()))
 
     def wait_for_all(self) -> None:
-        wait_for_ranks(self.memory.local, "clip_grad_norm of a sharded module")
+        host_memory.wait_for_ranks(self.memory.local, "clip_grad_norm of a sharded module")
 
     def changing(self, operation: str) -> AbstractContextManager[None]:
         return self.memory.changing(operation)

@@ -29,14 +29,7 @@ from flashlight_py.autograd.variable import record, record_in_order
 from flashlight_py.cores import check_processes, thread_variables, usable_cores
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed import get_local_size
-from flashlight_py.distributed.internal import (
-    MemoryFile,
-    blas,
-    check_integer,
-    open_memory,
-    process_space,
-    reserve_memory,
-)
+from flashlight_py.distributed.internal import blas, check_integer, memory_file, memory_room
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps, main_can_be_imported
@@ -91,10 +84,10 @@ class WorkerMemory:
 
     def __init__(self, path: str = "") -> None:
         if path:
-            with open_memory(path) as fd:
+            with memory_file.open_memory(path) as fd:
                 self.fd, self.path, self._end = os.dup(fd), path, None
         else:
-            file = MemoryFile(named=not process_space())
+            file = memory_file.MemoryFile(named=not memory_file.process_space())
             self.fd, self.path, self._end = file.fd, file.path, file.close
         self._map: mmap.mmap | None = None
 
@@ -107,7 +100,7 @@ class WorkerMemory:
             places.append((size, array.shape, array.dtype))
             size += (array.nbytes // _ALIGNMENT + 1) * _ALIGNMENT
         if size > os.fstat(self.fd).st_size:
-            reserve_memory(self.fd, size, f"arrays for the workers of {WHAT}")
+            memory_room.reserve(self.fd, size, f"arrays for the workers of {WHAT}")
         for view, array in zip(self.views(places), arrays, strict=True):
             view[...] = array
         return places

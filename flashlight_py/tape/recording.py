@@ -89,8 +89,8 @@ class Watcher:
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Record this thread until ``stack`` ends."""
-        internal.leave_to_python(1)
-        stack.callback(internal.leave_to_python, -1)
+        internal.journal.leave_to_python(1)
+        stack.callback(internal.journal.leave_to_python, -1)
         stack.callback(self._switch, False)
         self._switch(True)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from flashlight_py.distributed.internal import NEXT_SECONDS, Roster, Store, Waiting, missing_text
+from flashlight_py.distributed.internal import rendezvous
 from flashlight_py.errors import RendezvousError
 
 # Maximum pause between polls, in seconds. torch's store cannot wait for the first of two keys, and
@@ -19,7 +19,7 @@ _SECRET = "secret"
 _PAYLOAD, _ABORTED = b"+", b"!"
 
 
-class TorchStore(Store):
+class TorchStore(rendezvous.Store):
     """A rendezvous of ranks in ``store``, a ``torch.distributed.Store``.
 
     ``timeout`` (seconds) limits each exchange. Rank 0 stores the job's secret, so a process that
@@ -30,7 +30,7 @@ class TorchStore(Store):
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         self._store, self._timeout, self._count = store, timeout, 0
         self.rank, self.size = rank, size
-        waiting, nonce = Waiting("they meet in torch's store"), secrets.token_hex(8)
+        waiting, nonce = rendezvous.Waiting("they meet in torch's store"), secrets.token_hex(8)
         if rank == 0:
             self.secret = secrets.token_hex(32).encode()
             self._do("set", _SECRET, self.secret)
@@ -58,18 +58,18 @@ class TorchStore(Store):
     def _keys(self, name: object, first: int = 0) -> dict[int, str]:
         return {rank: self._key(name, rank) for rank in range(first, self.size)}
 
-    def exchange(self, payload: bytes) -> Roster:
+    def exchange(self, payload: bytes) -> rendezvous.Roster:
         """Send ``payload`` to all ranks, and return the payloads of all ranks; see ``Store``."""
         keys = self._keys(self._count)
         self._do("set", keys[self.rank], _PAYLOAD + payload)
-        texts = self._read(keys, Waiting("they exchange in torch's store"))
+        texts = self._read(keys, rendezvous.Waiting("they exchange in torch's store"))
         for text in texts:
             if text[:1] == _ABORTED:
                 raise self._error(text[1:].decode(errors="replace"))
         if self._count:  # no rank needs the keys of the previous exchange
             self._do("delete_key", self._keys(self._count - 1)[self.rank])
         self._count += 1
-        return Roster.of([text[1:] for text in texts])
+        return rendezvous.Roster.of([text[1:] for text in texts])
 
     def close(self) -> None:
         """Wait for all ranks, and remove the secret and most keys of the rendezvous.
@@ -82,7 +82,7 @@ class TorchStore(Store):
             self._do("set", self._key("left", self.rank), b"")
             return
         left = self._keys("left", 1)
-        self._read(left, Waiting("they leave torch's store"))
+        self._read(left, rendezvous.Waiting("they leave torch's store"))
         for key in [*left.values(), _SECRET]:
             self._do("delete_key", key)
 
@@ -91,7 +91,7 @@ class TorchStore(Store):
         text = f"rank {self.rank}: {reason}".encode()
         self._do("set", self._keys(self._count)[self.rank], _ABORTED + text)
 
-    def _read(self, keys: dict[int, str], waiting: Waiting) -> list[bytes]:
+    def _read(self, keys: dict[int, str], waiting: rendezvous.Waiting) -> list[bytes]:
         """Return the values of ``keys``. Block until the ranks have set them."""
         end, every = time.monotonic() + self._timeout, list(keys.values())
         while missing := self._missing(keys):
@@ -99,14 +99,14 @@ class TorchStore(Store):
                 raise self._late(missing)
             waiting.log_missing(missing)
             with suppress(RuntimeError):  # timeout, or an error that the next call raises
-                self._store.wait(every, timedelta(seconds=min(left, NEXT_SECONDS)))
+                self._store.wait(every, timedelta(seconds=min(left, rendezvous.NEXT_SECONDS)))
         return [bytes(self._do("get", key)) for key in every]
 
     def _missing(self, keys: dict[int, str]) -> list[int]:
         return [rank for rank, key in keys.items() if not self._do("check", [key])]
 
     def _late(self, missing: Sequence[int]) -> RendezvousError:
-        who = missing_text(missing, self.size, self._timeout)
+        who = rendezvous.missing_text(missing, self.size, self._timeout)
         return self._error(f"{who} in torch's store. Read their output, or raise the timeout")
 
     def _do(self, name: str, *args: Any) -> Any:

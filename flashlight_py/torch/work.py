@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flashlight_py.distributed import Work
-from flashlight_py.distributed.internal import Then, leave_first_at_exit
+from flashlight_py.distributed.internal import Then, initialize
 from flashlight_py.errors import DistributedError
 
 # Seconds that the thread of Futures waits for one operation before it checks the others.
@@ -150,7 +150,7 @@ class Futures:
             # torch 2.6 deletes groups without shutdown(). At exit, leave the world first to end all
             # operations. Otherwise a C++ thread that waits for Python would abort the process.
             weakref.finalize(self, _finish, self._asked, self._thread)
-            leave_first_at_exit()
+            initialize.leave_first_at_exit()
         if threading.current_thread() is self._thread:  # a callback in this thread: complete it now
             work.ends_within(None)
             future.set_result(None)

@@ -37,7 +37,7 @@ class Profile:
         self, path: str | os.PathLike[str] = "trace.json", *, group: ProcessGroup | None = None
     ) -> None:
         self.path, self._group = Path(path), group
-        self._records: list[internal.Record] = []
+        self._records: list[internal.journal.Record] = []
         self._spans: list[tuple[str, int, int]] = []
         self._offset = 0
 
@@ -55,7 +55,7 @@ class Profile:
         self._records, self._spans = [], []
         self._offset = offset_to_rank_0(internal.group_or_world(self._group).backend())
         internal.journal.listener = self._records.append
-        internal.leave_to_python(1)
+        internal.journal.leave_to_python(1)
 
     @internal.in_step()
     def stop(self) -> None:
@@ -89,7 +89,7 @@ class Profile:
         if internal.journal.listener != self._records.append:
             raise RuntimeError("profile: expected an active profile, got none. Call start() first")
         internal.journal.listener = None
-        internal.leave_to_python(-1)
+        internal.journal.leave_to_python(-1)
         calls = [record.as_dict() for record in self._records]
         rank, host, now = get_world_rank(), socket.gethostname(), time.monotonic_ns()
         return RankTimeline(rank, host, os.getpid(), self._offset, now, calls, self._spans)
@@ -147,7 +147,7 @@ def offset_to_rank_0(backend: internal.Backend) -> int:
     that rank 0 answers halfway through the exchange (F. Cristian, 1989). The error is at most half
     the duration of the exchange.
     """
-    identities = internal.exchange_bytes(backend, internal.host_identity().encode())
+    identities = internal.exchange_bytes(backend, internal.rendezvous.host_identity().encode())
     remote_ranks = [rank for rank in range(backend.size) if identities[rank] != identities[0]]
     if backend.rank in remote_ranks:
         return _measure_offset(backend)

@@ -102,7 +102,7 @@ def test_shared_memory_warns_if_small(monkeypatch: pytest.MonkeyPatch, tmp_path:
     state, _, remedy = doctor.shared_memory()
     assert state is WARNING
     assert "--shm-size" in remedy
-    monkeypatch.setattr(doctor, "SHARED_FOLDER", tmp_path / "none")
+    monkeypatch.setattr(doctor.memory_file, "DIRECTORY", tmp_path / "none")
     state, detail, _ = doctor.shared_memory()
     assert state is WARNING
     assert "does not exist" in detail

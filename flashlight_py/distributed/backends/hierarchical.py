@@ -111,7 +111,7 @@ class HierarchicalBackend(Backend):
             return self._message(call)
         if call.refusal:
             return self._refuse(call)
-        run = self._all_gather
+        run: Callable[[Call], Any] = self._all_gather
         if call.verb is not verbs.ALL_GATHER:
             run = getattr(self._calls, call.verb.name, self._on_all_ranks)
         if call.verb is verbs.BARRIER and self._checked:

@@ -220,8 +220,8 @@ class HostCalls:
         for array, out, rows in zip(*arrays, counts, strict=True):
             step = Call(call.verb, array, call.op, first, rows=rows, out=out)
             self._inside.start(step).wait()
-        options = {"rows": lengths, "out": result.reshape(-1), "seconds": self.far}
-        self._between.start(Call(call.verb, reduced, call.op, last, **options)).wait()
+        step = Call(call.verb, reduced, call.op, last, seconds=self.far)
+        self._between.start(replace(step, rows=lengths, out=result.reshape(-1))).wait()
         self._runs_ahead()
         return result
 
