@@ -330,7 +330,7 @@ def test_exception_hook_prints_first_and_is_removed(monkeypatch: pytest.MonkeyPa
 # A program whose Abort reports unread output, which mpirun would lose.
 ABORTING = """
 import fcntl, os, sys, termios
-from flashlight_py.distributed.backends.mpi import leaving
+from flashlight_py.distributed.backends.mpi import backend
 from flashlight_py.distributed.failures import abort
 
 class FakeMpi:
@@ -343,9 +343,9 @@ class FakeMpi:
         os._exit(code)
 
 FakeMpi.COMM_WORLD = FakeMpi()
-leaving._LINGER_SECONDS = 30.0
+backend._LINGER_SECONDS = 30.0
 abort.install_hooks()
-abort.after_report.append(lambda: leaving.abort_job(FakeMpi(), lambda end: None))
+abort.after_report.append(backend.Progress(FakeMpi(), False).abort_job)
 raise ValueError("no such file")
 """
 

@@ -199,7 +199,7 @@ class HierarchicalBackend(Backend):
         ended = list(takewhile(FutureWork.is_completed, self._running))  # operations end in order
         if ended:
             self._running = self._running[len(ended) :]
-            self._failed = [work for work in (*self._failed, *ended) if not work.has_ended_well()]
+            self._failed = [work for work in (*self._failed, *ended) if not work.is_settled]
         try:
             self.callers.threads.add(thread)
             if call.blocking and not self._running:
@@ -208,7 +208,7 @@ class HierarchicalBackend(Backend):
                 self._thread = futures.ThreadPoolExecutor(1, "flashlight_py hierarchical")
             run_here = called_at(caller())(self._run)
             work = FutureWork(self._thread.submit(run_here, call, number, run))
-            work.is_settled = call.compared  # the caller of a comparison handles its error
+            work.is_settled |= call.compared  # the caller of a comparison handles its error
         finally:
             self.callers.threads.discard(thread)
         self._running.append(work)
@@ -315,10 +315,11 @@ class FutureWork(Work):
 
     def __init__(self, future: futures.Future[Any]) -> None:
         self._future = future
-        future.add_done_callback(self._set_end_time)
+        future.add_done_callback(self._end)
 
-    def _set_end_time(self, _: futures.Future[Any]) -> None:
+    def _end(self, future: futures.Future[Any]) -> None:
         self._end_time = time.monotonic()
+        self.is_settled |= future.cancelled() or not isinstance(future.exception(), FAILURES)
 
     def wait(self, timeout: float | None = None) -> Any:
         limit = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
@@ -334,12 +335,6 @@ class FutureWork(Work):
 
     def is_completed(self) -> bool:
         return self._future.done()
-
-    def has_ended_well(self) -> bool:
-        """Return whether the operation has ended and no error is left for ``wait`` to raise."""
-        if not self._future.done() or self.is_settled or self._future.cancelled():
-            return self._future.done()
-        return not isinstance(self._future.exception(), FAILURES)
 
 
 class PartWork(Work):

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import inspect
 import math
 import os
+import stat
+import sys
+import termios
 import threading
 import time
 from collections import deque
@@ -24,11 +28,12 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
+
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.mpi.gpu_side import MpiGpuBackend
-from flashlight_py.distributed.backends.mpi.leaving import UNFINISHED, Leaving, abort_job
 from flashlight_py.distributed.backends.mpi.verb_steps import Steps, VerbSteps, on_device
 from flashlight_py.distributed.calls.arrays import check_out_rows
 from flashlight_py.distributed.calls.call import Call
@@ -58,6 +63,11 @@ _YIELDING_SECONDS = 1e-3
 _LONGEST_SLEEP = 2e-3
 # Seconds of a wait that only shows the CPU backend that a caller waits.
 _NO_TIME = 1e-4
+# Sent as the last message of a rank, instead of the number of collectives, if an operation has not
+# ended.
+_UNFINISHED = -1
+# Maximum seconds that a failed rank waits for readers of its output, and for other ranks.
+_LINGER_SECONDS = 1.0
 # Seconds that the background thread may take to end its last step.
 _STOP_SECONDS = 10.0
 
@@ -124,6 +134,39 @@ class Operation(Work):
         if not self.ended:
             self._group.progress.step()
         return self.ended
+
+
+class Leaving:
+    """The last messages of a group. Each rank of ``comm`` sends how many collectives MPI has run.
+
+    The messages use a second communicator. Both communicators are freed only after all ranks have
+    left. Otherwise MPI, which cannot cancel an abandoned operation, would run it in a new group.
+    """
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        self._mpi, self._comms = mpi, (comm, comm.Dup())
+        self._moved, self._counts = np.zeros(1, np.int64), np.empty(comm.Get_size(), np.int64)
+        self._request: Any = None
+
+    def leave(self, moved: int) -> None:
+        """Send ``moved`` to the other ranks as the last message. A second call does nothing."""
+        if self._request is None and not self._mpi.Is_finalized():
+            self._moved[:] = moved
+            with contextlib.suppress(self._mpi.Exception):  # MPI raises if the group has failed
+                self._request = self._comms[1].Iallgather(self._moved, self._counts)
+
+    def have_all_left(self) -> bool:
+        with contextlib.suppress(self._mpi.Exception):
+            return self._request is not None and bool(self._request.Test())
+        return False
+
+    def free(self) -> bool:
+        """If all ranks have finished and sent equal counts, free the communicators; return True."""
+        is_over = _UNFINISHED < min(self._counts) == max(self._counts)
+        for comm in self._comms if is_over else ():
+            with contextlib.suppress(self._mpi.Exception):
+                comm.Free()
+        return bool(is_over)
 
 
 # The MPI tag of a message is the number of the message in the comparison. Both ends know the
@@ -330,7 +373,7 @@ class MpiBackend(Backend):
             if not healthy:  # ranks that wait for this rank must raise
                 self.control.abort(self._lost("close", "it has left the group"))
             self.control.close()
-            self.leaving.leave(self._moved_count if healthy else UNFINISHED)
+            self.leaving.leave(self._moved_count if healthy else _UNFINISHED)
             self._end_all(_CLOSED)
         self.progress.remove(self, healthy)
 
@@ -341,7 +384,7 @@ class Progress:
     def __init__(self, mpi: Any, threaded: bool) -> None:
         self.lock = threading.RLock()  # held while a thread steps the groups
         self.threaded = threaded
-        self.mpi, self._abort_job = mpi, partial(abort_job, mpi, self.linger)
+        self.mpi = mpi
         self._groups: list[MpiBackend] = []
         self._closed: list[MpiBackend] = []
         self._turn = threading.Condition()
@@ -360,7 +403,7 @@ class Progress:
                     _abandoned.append(closed)
             if not self._groups:
                 abort.install_hooks()
-                abort.after_report.append(self._abort_job)
+                abort.after_report.append(self.abort_job)
             self._groups.append(group)
 
     def remove(self, group: MpiBackend, healthy: bool) -> None:
@@ -370,7 +413,7 @@ class Progress:
             (self._closed if healthy else _abandoned).append(group)
             if self._groups:
                 return
-            abort.after_report.remove(self._abort_job)
+            abort.after_report.remove(self.abort_job)
         with self._turn:
             thread, self._thread = self._thread, None
             self._turn.notify()
@@ -382,16 +425,36 @@ class Progress:
             for group in tuple(self._groups):
                 group.advance()
 
-    def linger(self, end: float) -> None:
-        """Leave every group. Wait until the other ranks have left, or until the time ``end``."""
-        groups = tuple(self._groups)
-        for group in groups:
-            group.leaving.leave(UNFINISHED)
-        while time.monotonic() < end:
-            with self.lock:
-                if all(group.leaving.have_all_left() for group in groups):
-                    return
-            time.sleep(_LONGEST_SLEEP)
+    # The other ranks and MPI_Finalize would wait for a rank that ended with an exception.
+    def abort_job(self) -> None:
+        """Leave every group, give the other ranks time to print their errors, and abort the job.
+
+        The caller has printed and sent the exception. After mpirun has read the output, MPI ends
+        all processes with exit code 1.
+        """
+        if self.mpi.Is_finalized():
+            return
+        end, groups = time.monotonic() + _LINGER_SECONDS, tuple(self._groups)
+
+        try:
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:  # None under pythonw
+                    stream.flush()
+            for descriptor in (1, 2):  # poll, because no event reports that a pipe has been read
+                with contextlib.suppress(OSError):
+                    while stat.S_ISFIFO(os.fstat(descriptor).st_mode) and time.monotonic() < end:
+                        if not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))):
+                            break
+                        time.sleep(_LONGEST_SLEEP)
+            for group in groups:
+                group.leaving.leave(_UNFINISHED)
+            while time.monotonic() < end:
+                with self.lock:
+                    if all(group.leaving.have_all_left() for group in groups):
+                        break
+                time.sleep(_LONGEST_SLEEP)
+        finally:  # even after Ctrl-C or a broken pipe; Abort runs no exit handlers
+            self.mpi.COMM_WORLD.Abort(1)
 
     def until(self, begins: Iterable[partial[Any]]) -> Steps:
         """Call ``begins``, each of which starts an MPI request. Yield until all have ended."""
