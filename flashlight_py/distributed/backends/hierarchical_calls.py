@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +37,7 @@ _SMALL_BYTES = 64 << 10
 # another chunk between hosts.
 _CHUNK_BYTES = 16 << 20
 
-_DONE = Done()
+_DONE: Work = Done()
 
 
 class HostCalls:
@@ -177,29 +177,31 @@ class HostCalls:
     def all_gather(self, call: Call, rows: Sequence[int]) -> Array:
         """Gather the arrays of all ranks; ``rows`` has a row count for each rank, host by host."""
         gathered = (call if self._in_order else replace(call, out=None)).room(sum(rows))
-        lengths = [count * row_bytes(call.array) for count in rows]
-        self._gather(as_bytes(call.array), self._regions(as_bytes(gathered), lengths))
-        return self._in_rank_order(call, gathered, rows, not self._in_order)
-
-    def _gather(self, data: Array, regions: Sequence[Region]) -> None:
-        """Gather ``data`` of all ranks into ``regions``, a list with a region for each host."""
-        home, index = regions[self._home], self._inside.rank
-        work: Work = _DONE
-        step = Call(ALL_GATHER, data, blocking=False, seconds=self.far)
+        data, index = as_bytes(call.array), self._inside.rank
+        sizes = [count * row_bytes(call.array) for count in rows]
+        counts = split_rows(sizes, [len(host) for host in self._hosts])
+        regions = split_rows(as_bytes(gathered), list(map(sum, counts)))  # one for each host
+        # Each region has a section for each leader.
+        sections = [
+            split_rows(region, of_host) if self._even else cut_evenly(region, self._leaders)
+            for region, of_host in zip(regions, counts, strict=True)
+        ]
+        work, step = _DONE, Call(ALL_GATHER, data, blocking=False, seconds=self.far)
         if self._between is not None and self._even:  # the section is this rank's data
             work = self._between.start(step)
-        self._inside.start(Call(ALL_GATHER, data, out=home.flat)).wait()
+        self._inside.start(Call(ALL_GATHER, data, out=regions[self._home])).wait()
         if self._between is not None and not self._even:
-            work = self._between.start(replace(step, array=home.sections[index], blocking=True))
-        received = work.wait()
-        if received is not None:
-            targets = [region.sections[index] for region in regions]
+            step = replace(step, array=sections[self._home][index], blocking=True)
+            work = self._between.start(step)
+        if (received := work.wait()) is not None:
+            targets = [of_host[index] for of_host in sections]
             parts = split_rows(received, list(map(len, targets)))
             for target, part in zip(targets, parts, strict=True):
                 target[...] = part
-        for region in regions:
-            if region is not home:
-                self._share(region.sections)
+        for host, of_host in enumerate(sections):
+            if host != self._home:
+                self._share(of_host)
+        return self._in_rank_order(call, gathered, rows, not self._in_order)
 
     def reduce_scatter(self, call: Call) -> Array:
         """Reduce inside hosts, then between hosts; return this rank's part of the result."""
@@ -224,18 +226,6 @@ class HostCalls:
         self._between.start(replace(step, rows=lengths, out=result.reshape(-1))).wait()
         self._runs_ahead()
         return result
-
-    def _regions(self, flat: Array, counts: Sequence[int]) -> list[Region]:
-        """Cut ``flat`` into a region for each host. ``counts``: number of elements of each rank."""
-        by_host = split_rows(counts, [len(host) for host in self._hosts])
-        parts = zip(split_rows(flat, list(map(sum, by_host))), by_host, strict=True)
-        return [Region(part, self._sections(part, host_counts)) for part, host_counts in parts]
-
-    def _sections(self, flat: Array, counts: Sequence[int]) -> list[Array]:
-        """Cut the data of one host's ranks into one section for each leader."""
-        if self._even:
-            return list(split_rows(flat, counts))
-        return cut_evenly(flat, self._leaders)
 
     def _rows_of(self, call: Call, rank: int) -> slice:
         """Return the rows that ``rank`` receives in a reduce_scatter."""
@@ -262,10 +252,3 @@ def cut_evenly(flat: Any, count: int) -> list[Any]:
     """Cut ``flat`` into ``count`` consecutive parts, whose lengths differ by at most one."""
     size = len(flat)
     return [flat[size * i // count : size * (i + 1) // count] for i in range(count)]
-
-
-class Region(NamedTuple):
-    """The data of one host's ranks in one array, ``flat``, which has a section for each leader."""
-
-    flat: Array
-    sections: Sequence[Array]
