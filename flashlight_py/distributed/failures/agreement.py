@@ -42,10 +42,6 @@ def between_hosts(seconds: float, times: int = 1) -> float:
     return seconds
 
 
-def concatenated_bytes(parts: Sequence[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
 class Load(NamedTuple):
     """Data that a rank sends with its call: the number of rows of its array, and ``data``.
 
@@ -55,8 +51,8 @@ class Load(NamedTuple):
 
     length: int = 0
     data: Array = _EMPTY
-    inside: Callable[[Sequence[Array]], Array] = concatenated_bytes
-    between: Callable[[Sequence[Array]], Array] = concatenated_bytes
+    inside: Callable[[Sequence[Array]], Array] = np.concatenate
+    between: Callable[[Sequence[Array]], Array] = np.concatenate
 
 
 NO_LOAD = Load()
