@@ -217,15 +217,15 @@ def load(
     attempt.end([failure])
     if intact is None:
         return None
-    place, manifest, skipped = intact
+    directory, manifest, skipped = intact
     content = state if members.rank == 0 else np.empty(manifest.state.nbytes, np.uint8)
     state = members.broadcast(content)  # if it fails, all ranks raise, so no Attempt is needed
     tree: dict[str, Any] = {}
     with Attempt("load", members) as attempt:
         tree = from_bytes(state)
-        _restore(members, place, tree, parts, rng)
+        _restore(members, directory, tree, parts, rng)
     attempt.share()
-    return Checkpoint(manifest.step, place, tree["extra"], manifest.ranks, skipped)
+    return Checkpoint(manifest.step, directory, tree["extra"], manifest.ranks, skipped)
 
 
 def _newest_intact(path: Path, context: str) -> tuple[Intact | None, Array]:
