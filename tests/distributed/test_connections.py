@@ -221,9 +221,9 @@ def test_stopped_rank_reports_the_first_failure(rank: int, size: int, tmp_path: 
 LARGE = 1_000_000  # as float64, more bytes than the socket buffer of the kernel
 
 
-def on_both_backends(size: int) -> Any:
+def on_both_backends(size: int, **options: Any) -> Any:
     """Return a decorator that runs a test on new ranks, in shared memory and over TCP."""
-    return on_ranks(("gloo", size), ("shm", size), fresh=True, params={"TIMEOUT": 30})
+    return on_ranks(("gloo", size), ("shm", size), fresh=True, params={"TIMEOUT": 30}, **options)
 
 
 def total(group: Any = None) -> int:
@@ -246,7 +246,7 @@ def tasks_and_descriptors() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-@on_both_backends(4)
+@on_both_backends(4, native=True)
 def test_groups_add_no_threads_and_no_descriptors(rank: int, size: int) -> None:
     assert total() == size
     before = tasks_and_descriptors()

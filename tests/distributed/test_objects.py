@@ -129,7 +129,8 @@ def test_object_verbs_send_objects_of_all_lengths(rank: int, size: int) -> None:
             assert [*map(len, fl.all_gather_object("z" * (rank * length)))] == lengths
 
 
-@on_ranks(("shm", 3), ("gloo", 3), fresh=True)  # a pending call of another test would prevent it
+# A pending call of another test would prevent it.
+@on_ranks(("shm", 3), ("gloo", 3), fresh=True, native=True)
 def test_object_verbs_use_the_fast_path(rank: int, size: int) -> None:
     """One native call runs each verb, and the flight record shows it."""
     group = current_world().group

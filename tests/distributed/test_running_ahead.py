@@ -158,7 +158,7 @@ def test_next_call_names_the_earlier_mismatch_and_its_call_sites(rank: int, size
     assert "FLASHLIGHT_CHECKS=sync" in message
 
 
-@on_ranks(("shm", 2), ("gloo", 2), fresh=True)
+@on_ranks(("shm", 2), ("gloo", 2), fresh=True, native=True)
 def test_shutdown_raises_an_unreported_mismatch(rank: int, size: int) -> None:
     now = mismatch_error(lambda: fl.broadcast(np.zeros(3 + rank)))
     later = mismatch_error(fl.distributed_shutdown)

@@ -228,7 +228,7 @@ def functions_called(verb: Callable[[], object]) -> list[str]:
     return called
 
 
-@on_ranks(("shm", 2), ("gloo", 2), ("single", 1))
+@on_ranks(("shm", 2), ("gloo", 2), ("single", 1), native=True)
 def test_plain_calls_run_without_python(rank: int, size: int) -> None:
     x, gathered, other = np.ones(4), np.zeros(4 * size), 1 - rank
     group = fl.new_group(range(size))
