@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import signal
 import stat
@@ -214,8 +213,6 @@ def stands_at() -> str:
 ANSWER = "another rank has written its own"
 """Reason of a record that a rank writes because another rank wrote one. No rank answers it."""
 
-_NAME = re.compile(r"rank\d+\.json")
-
 
 class OtherRecords:
     """Finds records of the same job that other ranks write after the creation of this object.
@@ -226,7 +223,7 @@ class OtherRecords:
     def __init__(self, flight: Flight) -> None:
         self._flight = flight
         self._changed = 0, 0  # modification times of the folder at the last two checks
-        self._seen = set[tuple[str, int, int]]()  # path, inode and time of each record so far
+        self._seen = set[tuple[Path, int, int]]()  # path, inode and time of each record so far
         self._new_records()
 
     def have_written(self, after: float) -> bool:
@@ -243,7 +240,7 @@ class OtherRecords:
                         return True
         return False
 
-    def _new_records(self) -> set[tuple[str, int, int]]:
+    def _new_records(self) -> set[tuple[Path, int, int]]:
         """Return path, inode and time of other ranks' records that are new since the last call."""
         try:
             changed = self._changed[1], os.stat(self._flight.folder).st_mtime_ns
@@ -251,12 +248,10 @@ class OtherRecords:
             if self._changed == changed == changed[::-1]:
                 return set()
             records = set()
-            with os.scandir(self._flight.folder) as entries:
-                for entry in entries:
-                    is_record = _NAME.fullmatch(entry.name) and entry.name != self._flight.file.name
-                    if is_record and entry.is_file(follow_symlinks=False):
-                        status = entry.stat(follow_symlinks=False)
-                        records.add((entry.path, status.st_ino, status.st_mtime_ns))
+            for path in self._flight.folder.glob("rank*.json"):
+                status = path.lstat()
+                if path != self._flight.file and stat.S_ISREG(status.st_mode):
+                    records.add((path, status.st_ino, status.st_mtime_ns))
         except OSError:  # missing, or temporarily unreachable
             return set()
         before, self._seen, self._changed = self._seen, records, changed
