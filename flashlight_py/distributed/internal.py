@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from flashlight_py._native.codes import DTYPES
 from flashlight_py.checks import as_integer, check_integer
 from flashlight_py.distributed import verbs
 from flashlight_py.distributed.api.verb_call import COLLECTIVE, in_step, reason_of, reject_together
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import exchange_bytes
+from flashlight_py.distributed.calls import arrays as call_arrays
 from flashlight_py.distributed.calls import journal
-from flashlight_py.distributed.calls.arrays import (
-    DTYPES,
-    as_array,
-    check_op_and_scale,
-    check_out_rows,
-    parse_op,
-    scale_in_place,
-)
 from flashlight_py.distributed.calls.call import COMPOSED, PASS_FAILED, Call, Matched
 from flashlight_py.distributed.calls.call_site import caller, hide_folder
 from flashlight_py.distributed.calls.checks import bounds, check_rank

@@ -91,7 +91,7 @@ def reduce_scatter(
 
     def gather(grad: Array) -> Array:
         gathered: Array = call.group.all_gather(grad)
-        internal.scale_in_place(gathered, factor)
+        internal.call_arrays.scale_in_place(gathered, factor)
         return gathered
 
     return call.record(v, call.group.reduce_scatter(v.data, scale=scale, op=op), vjp=gather)
@@ -189,7 +189,7 @@ class DifferentiableCall(InPasses):
         self.group, self._verb = internal.group_or_world(group), verb
         with reject_together(self.group, f"functional.{verb}", arrays=[v]):
             require_variable(verb, v)
-            self.op = internal.parse_op(f"functional.{verb}", op)
+            self.op = internal.call_arrays.parse_op(f"functional.{verb}", op)
             if self.op not in (internal.ReduceOp.SUM, internal.ReduceOp.AVG):
                 raise ValueError(
                     f"functional.{verb}: op must be 'sum' or 'avg', got {op!r}. If no gradient is "

@@ -26,7 +26,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import InPasses, at_end, watching
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup, Reducer, all_reduce, shared_empty
-from flashlight_py.distributed.internal import group_or_world, reduce_all, scale_in_place
+from flashlight_py.distributed.internal import call_arrays, group_or_world, reduce_all
 from flashlight_py.errors import DistributedError, OutOfMemoryError
 from flashlight_py.nn import Module
 from flashlight_py.parallel.failing import end_together, fail_pass
@@ -269,7 +269,7 @@ def weigh_in_place(array: Array, weight: float) -> None:
     if not weight:
         array[...] = 0  # the mean over a batch without samples is NaN
     elif weight != 1.0:
-        scale_in_place(array, weight)
+        call_arrays.scale_in_place(array, weight)
 
 
 def gradient_of(param: Variable) -> Array:

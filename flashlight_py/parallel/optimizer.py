@@ -129,9 +129,9 @@ class DistributedOptimizer:
         """
         updates = list(updates)
         verb, op = "DistributedOptimizer.reduce", ReduceOp.AVG if self._average else ReduceOp.SUM
-        arrays = [internal.as_array(verb, update) for update in updates]
+        arrays = [internal.call_arrays.as_array(verb, update) for update in updates]
         for array in arrays:
-            internal.check_op_and_scale(verb, array.dtype, op, 1.0)
+            internal.call_arrays.check_op_and_scale(verb, array.dtype, op, 1.0)
         if len({id(array) for array in arrays}) < len(arrays):
             raise ValueError(f"{verb}: expected distinct arrays, got the same array twice")
         agreement.check_arrays_agree(f"{verb}: updates", arrays, group_or_world(self._group))

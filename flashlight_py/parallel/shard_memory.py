@@ -232,7 +232,7 @@ class HostMemory:
         part = self.rank_range(chunk)
         total = self.grads[name][part]
         if self._alone and not adds:
-            internal.scale_in_place(total, self._scale)
+            internal.call_arrays.scale_in_place(total, self._scale)
             return
         host_memory.wait_for_ranks(self.local, BACKWARD)
         position = slice(part.start - chunk.start, part.stop - chunk.start)

@@ -33,7 +33,7 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.internal import as_array, is_instance
+from flashlight_py.distributed.internal import call_arrays, is_instance
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer, LearningRateSchedule
 from flashlight_py.parallel.agreement import reject_sharded
@@ -238,7 +238,7 @@ def inspect_value(value: Any) -> str | Array | Parts | None:
     )
     if parts or not (of_library or isinstance(value, stdlib_array.array)):
         return parts
-    array = as_array("synchronize", value)  # the memory of another library's array
+    array = call_arrays.as_array("synchronize", value)  # the memory of another library's array
     if not is_cupy(array):
         _dtype_of(array)
     return array

@@ -378,7 +378,8 @@ class FlashlightGroup(dist.ProcessGroup):
             options = {"op": op, "scale": scale, "root": peer, "rows": rows, "async_op": is_async}
             work = self._packed(verb, x, out, shapes, options, tag)
         elif rows is not None and not is_async and work is not room:
-            internal.check_out_rows(verb.name, room, len(work), self.ours.rank, self.ours.size)
+            numbers = len(work), self.ours.rank, self.ours.size
+            internal.call_arrays.check_out_rows(verb.name, room, *numbers)
         if is_async and before is not None:
             work = internal.AllOf([before, work])
         result: Any = x if out is None else out
