@@ -34,13 +34,13 @@ NEEDED = {
     "python3-dev": ("Python.h", ".c"),
     "libgloo-dev": ("gloo/transport/tcp/device.h", ".cc"),
 }
-# Of all files. Python's own -g makes nine tenths of a library, and Debian lacks a header of Gloo. A
-# unit of several sources is no header, of whose anonymous namespaces GCC would warn.
+# Flags for all files. Debug information, which Python's flags request, would be nine tenths of a
+# library. Debian lacks a header of Gloo. GCC takes joined sources for headers and would warn of
+# their anonymous namespaces.
 FLAGS = ["-g0", "-Wno-subobject-linkage", "-idirafter", "csrc/gloo/missing"]
-# Folders of csrc whose sources are compiled several at a time.
+# Folders of csrc whose sources are joined, and the number of sources in each compiled file.
 JOINED, TOGETHER = ("gloo", "shm"), 6
-AGAIN = "pip install --force-reinstall --no-deps --no-cache-dir ."
-# Of a file, by the name under which the package imports it.
+# Program that loads an extension. Arguments: its name in the package, its file.
 LOAD = """
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -71,10 +71,10 @@ def _report(line: str) -> None:
 
 
 class Objects:
-    """Object files: of all extensions over all cores, each once, again only after a change.
+    """Object files. All cores compile each of them once, and again only after a change.
 
-    They are kept in FLASHLIGHT_OBJECTS, if that is set, for the next build. An object is named
-    after its source and all flags, so extensions share those that both would compile alike.
+    If FLASHLIGHT_OBJECTS is set, this folder keeps them for the next build. The name of an object
+    contains a digest of its source's name and all flags, so extensions share equal objects.
     """
 
     def __init__(self, compiler: Any, folder: Path) -> None:
@@ -96,7 +96,7 @@ class Objects:
         extra_postargs: list[str] | None = None,
         depends: Any = None,
     ) -> list[str]:
-        """Do what ``compile`` of a compiler of setuptools does."""
+        """Replace the method ``compile`` of a compiler of setuptools."""
         flags = self._compiler._setup_compile(
             output_dir, macros, include_dirs, [], depends, extra_postargs
         )
@@ -114,9 +114,9 @@ class Objects:
         return [str(made) for made in objects]
 
     def _units(self, sources: list[str]) -> list[str]:
-        """Join sources of the folders whose headers take longer to compile than what is in them.
+        """Join sources in the folders JOINED, because most of their time is spent on headers.
 
-        Copy what CFFI has generated: each kind of build has it in another folder.
+        Copy sources that CFFI has generated, because their folder depends on the kind of build.
         """
         units = []
         for each in map(Path, sources):
@@ -133,7 +133,7 @@ class Objects:
         return units
 
     def _unit(self, name: str, text: str) -> str:
-        """Return a source beside the objects."""
+        """Write a source into the folder of the objects and return its path."""
         unit = self._folder / name
         if not unit.exists() or unit.read_text() != text:
             unit.write_text(text)
@@ -187,11 +187,10 @@ class BuildExtensions(build_ext):
             self.warn("libgloo-dev is missing, so the extension for Gloo is omitted")
             self.extensions = [ext for ext in self.extensions if _short_name(ext) != "gloo"]
         elif missing:
-            names = " ".join(missing)
             raise ExecError(
-                f"the native code cannot be compiled without {names}. Install them (Debian, Ubuntu:"
-                f" apt-get install {names}), or install without native code, many times slower:"
-                f" FLASHLIGHT_WITHOUT_NATIVE=1 {AGAIN}"
+                f"the native code cannot be compiled without {', '.join(missing)}. Install what is"
+                f" missing (Debian, Ubuntu: apt-get install {' '.join(missing)}), or set"
+                " FLASHLIGHT_WITHOUT_NATIVE=1 to install without native code, many times slower"
             )
         objects, end = Objects(self.compiler, Path(self.build_temp)), threading.Event()
         self.compiler.compile = objects.compile
@@ -226,19 +225,21 @@ class BuildExtensions(build_ext):
         return True
 
     def _check_that_it_loads(self, ext: Any) -> None:
-        """Load what was built, in a process that it may end; fail the build if it does not."""
+        """Load the extension in a subprocess, because it may crash; fail if it does not load."""
         path = Path(self.get_ext_fullpath(ext.name)).absolute()
         command = [sys.executable, "-c", LOAD, ext.name, str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return
-        path.unlink()  # also a build in place must not leave it to a user
+        path.unlink()  # a build in place must not leave it to a user either
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ExecError(f"{ext.name} was built and does not load: {reason}. {_without(ext)}")
 
 
 def _without(ext: Any) -> str:
-    return f"To install without it: FLASHLIGHT_WITHOUT_{_short_name(ext).upper()}=1 {AGAIN}"
+    return (
+        f"Set FLASHLIGHT_WITHOUT_{_short_name(ext).upper()}=1 to install flashlight-py without it"
+    )
 
 
 def _is_wanted(name: str) -> bool:

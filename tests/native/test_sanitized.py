@@ -12,10 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.packaging.building import ROOT, run
+
 NATIVE = Path(__file__).parent
-BUILD = NATIVE.parents[1] / "build" / "native"
+BUILD = ROOT / "build" / "native"
 GLOO = Path("/usr/include/gloo/context.h")
 ARM = ("aarch64-linux-gnu-g++", "qemu-aarch64-static", "mmdebstrap")
+NEEDS_ARM = pytest.mark.skipif(
+    not all(map(shutil.which, ARM)), reason=f"needs {ARM}: make tools-slow"
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -74,8 +79,8 @@ def test_model_checker_detects_a_weaker_memory_order() -> None:
     make("model", "mutants", MUTANTS="csrc/shm/turn.h", SCHEDULES=20000)
 
 
+@NEEDS_ARM
 @pytest.mark.timeout(3000)
-@pytest.mark.skipif(not all(map(shutil.which, ARM)), reason=f"needs {ARM}: make tools-slow")
 @pytest.mark.parametrize("target", ["stress", "python", "ranks"])
 def test_native_code_on_arm(target: str) -> None:
     """Every verb, message and kernel; every extension, in captured steps and of two ranks.
@@ -83,3 +88,11 @@ def test_native_code_on_arm(target: str) -> None:
     It compiles and computes alike there. The model tries the order of memory accesses.
     """
     make("arm", target, ROUNDS=24, PYTHON=sys.executable)
+
+
+@NEEDS_ARM
+@pytest.mark.timeout(3000)
+def test_release_has_a_wheel_for_arm(tmp_path: Path) -> None:
+    """Its content is tested above; scripts/release checks its symbols and its size."""
+    run(ROOT / "scripts" / "release", tmp_path, "aarch64", MAKEFLAGS="")
+    assert list(tmp_path.glob("*-cp310-abi3-manylinux_*_aarch64.whl"))

@@ -195,10 +195,8 @@ def test_source_installs_without_gloo(
     at = machine_with("3.11", tmp_path / "home", *compilers)
     install(at, "3.11", release.source, "setuptools", **without(*EXTENSIONS[1:-1]))
     report = at.run("python", "-m", "flashlight_py.doctor")
-    assert {name: states(report)[name] for name in ("shm", "gloo")} == {
-        "shm": shm,
-        "gloo": "missing",
-    }
+    state_of = states(report)
+    assert (state_of["shm"], state_of["gloo"]) == (shm, "missing")
     assert "apt-get install gcc g++ python3-dev libgloo-dev" in " ".join(report.split())
 
 
@@ -210,7 +208,7 @@ def test_build_prints_its_progress_below_pip(tmp_path: Path) -> None:
     lines = re.findall(r"compiled (\d+) of (\d+) files in (\d+) s", output)
     assert lines[-1][0] == lines[-1][1]
     seconds = [0, *(int(line[2]) for line in lines)]
-    assert max(after - before for before, after in pairwise(seconds)) <= 5, lines
+    assert max(after - before for before, after in pairwise(seconds)) <= 8, lines
 
 
 @pytest.mark.parametrize(
@@ -230,7 +228,7 @@ def test_build_fails_if_an_extension_fails(tmp_path: Path, broken: str, message:
     with pytest.raises(AssertionError) as failed:  # the message contains the output
         build(sources, tmp_path / "dist", **others)
     assert re.search(rf"error: flashlight_py._native._fast.*{message}", str(failed.value))
-    assert "FLASHLIGHT_WITHOUT_FAST=1 pip install" in str(failed.value)
+    assert "Set FLASHLIGHT_WITHOUT_FAST=1" in str(failed.value)
     assert not list(tmp_path.rglob("*.whl"))
 
 
