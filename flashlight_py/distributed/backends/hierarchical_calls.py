@@ -22,7 +22,6 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.arrays import as_bytes, check_out_rows, row_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import combine_natively, factors, split_rows
-from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, RankMessage, between_hosts
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BROADCAST, Verb
 from flashlight_py.distributed.work import Done, Work
@@ -83,10 +82,14 @@ class HostCalls:
             return NO_LOAD
         if call.verb is BROADCAST:
             return Load(0, as_bytes(array)) if self._rank == call.root else NO_LOAD
-        first, last = factors(array.dtype, call.op, call.scale)
-        kind = array.dtype, call.op
-        made = partial(self._combined, *kind, first), partial(self._combined, *kind, last)
-        return Load(0, as_bytes(array), *made)
+
+        def combined(scale: float, parts: Sequence[Array]) -> Array:
+            result = np.empty_like(parts[0])  # the parts are bytes
+            combine_natively(self._native, parts, call.op, scale, result.view(array.dtype))
+            return result
+
+        scales = factors(array.dtype, call.op, call.scale)
+        return Load(0, as_bytes(array), *(partial(combined, scale) for scale in scales))
 
     def _fits_whole(self, verb: Verb, array: Array) -> bool:
         is_sent = verb is BROADCAST or (verb.reduces and not verb.prefix)
@@ -118,14 +121,6 @@ class HostCalls:
             values = values[self._rows_of(call, self._rank)]
             result = call.room(len(values))
         result[...] = values
-        return result
-
-    def _combined(
-        self, dtype: np.dtype[Any], op: ReduceOp, scale: float, parts: Sequence[Array]
-    ) -> Array:
-        """Reduce ``parts`` in their order. Each part is an array of ``dtype``, as bytes."""
-        result = np.empty_like(parts[0])
-        combine_natively(self._native, parts, op, scale, result.view(dtype))
         return result
 
     def all_reduce(self, call: Call) -> Any:

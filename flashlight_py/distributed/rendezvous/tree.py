@@ -2,8 +2,8 @@
 
 In a small job, rank 0 is the parent of all ranks. In a large job (``MeetingPoint.is_tree``), the
 speakers of the hosts form the tree (gate.py), so a process has at most some dozens of connections
-to other hosts. In the first exchange, payloads travel up in batches
-as they arrive. A rank that loses its parent asks for another parent and sends the payloads again.
+to other hosts. In the first exchange, payloads travel up in batches as they arrive. A rank that
+loses its parent asks for another parent and sends the payloads again.
 In later exchanges, each rank waits for its whole subtree and sends all of its payloads together,
 and a closed connection means a dead rank. A rank that detects a failure notifies its neighbours,
 which notify their neighbours.
@@ -280,11 +280,9 @@ class TreeNode(Gate):
             self.members[rank].send(Kind.LATE, str(self._round).encode())
 
     def _missing_error(self, missing: list[int]) -> str:
-        departed = self._record.departed
-        left = "".join(
-            f"; rank {rank} ({departed[rank]}) had joined and died or left"
-            for rank in [rank for rank in missing if rank in departed][:8]
-        )
+        pairs = [(rank, self._record.departed.get(rank)) for rank in missing]
+        ended = [f"; rank {rank} ({who}) had joined and died or left" for rank, who in pairs if who]
+        left = "".join(ended[:8])
         sentence = store.missing_text(missing, self._size, self._point.timeout)
         hosts = ", ".join(sorted(self._rejected_hosts))
         strangers = f"processes on {hosts} were rejected, as they have another secret: {REMEDY}"
