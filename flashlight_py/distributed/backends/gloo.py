@@ -17,13 +17,7 @@ from flashlight_py import _native, errors
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_work import NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.failures.wording import (
-    HOST_ADVICE,
-    UNUSABLE,
-    lost,
-    names,
-    process_list,
-)
+from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, peer_lost
 from flashlight_py.distributed.rendezvous.secret import derived_key, nonce
 from flashlight_py.distributed.rendezvous.store import Peer, Store, Subgroup, Waiting, this_process
 
@@ -177,12 +171,8 @@ class GlooBackend(NativeBackend):
         dead = [rank for rank in self._of_machine if self._peers[rank].is_gone()]
         if not dead:
             return None
-        who, processes = (
-            names(self.numbers[rank] for rank in dead),
-            process_list(dead, self.processes),
-        )
         where, advice = f"[{doing}] {self.name}", "Read its output"
-        return errors.PeerLostError(lost(where, who, "its process has ended", processes, advice))
+        return peer_lost(self, where, dead, "its process has ended", advice)
 
     def propagate_host_loss(self, other: NativeBackend) -> None:
         """If this group loses a host, abort ``other`` too, even if this group runs no call."""

@@ -33,8 +33,8 @@ NO_DATA = np.empty(0, np.uint8)
 _log = logging.getLogger("flashlight_py")
 
 
-class Frame(NamedTuple):
-    """A received frame. ``portable.Kind`` defines ``kind``, ``number`` and ``text``."""
+class ReceivedFrame(NamedTuple):
+    """A frame from another rank; see ``portable.FrameKind``."""
 
     kind: int
     number: int
@@ -49,8 +49,8 @@ class Link:
         Connection(sock).trust(host_timeout)
         sock.setblocking(False)
         self.sock, self.watched = sock, selectors.EVENT_READ
-        self.calls = deque[Frame]()  # calls that this rank has not made yet
-        self.messages = dict[int, deque[Frame]]()  # messages without a receive, by tag
+        self.calls = deque[ReceivedFrame]()  # calls that this rank has not made yet
+        self.messages = dict[int, deque[ReceivedFrame]]()  # messages without a receive, by tag
         self.sends = dict[int, Any]()  # operations of messages without an answer, by number
         self.incoming = dict[int, Any]()  # receives that wait for data, by number of the message
         self.sent_count = 0  # number of sent messages
@@ -92,9 +92,9 @@ class Link:
                 self.unsent.popleft()
                 pieces[0] -= 1
 
-    def receive(self) -> list[Frame]:
+    def receive(self) -> list[ReceivedFrame]:
         """Return the frames that have arrived. If the connection has ended, set ``loss``."""
-        frames = list[Frame]()
+        frames = list[ReceivedFrame]()
         try:
             while (frame := next(self._incoming)) is not None:
                 frames.append(frame)
@@ -105,7 +105,7 @@ class Link:
             self.advice = HOST_ADVICE
         return frames
 
-    def waiting_messages(self) -> Iterator[Frame]:
+    def waiting_messages(self) -> Iterator[ReceivedFrame]:
         return chain.from_iterable(self.messages.values())
 
     def close(self) -> None:
@@ -113,13 +113,13 @@ class Link:
             self.sock.shutdown(socket.SHUT_WR)
         self.sock.close()
 
-    def _frames(self) -> Generator[Frame | None, None, None]:
+    def _frames(self) -> Generator[ReceivedFrame | None, None, None]:
         """Yield each frame, and None while no bytes are waiting."""
         while True:
             header = yield from self._bytes(_HEADER.size)
             kind, text_bytes, size, number = _HEADER.unpack(header.data)
             body = yield from self._bytes(size + text_bytes)
-            yield Frame(kind, number, body[:size], body[size:].tobytes())
+            yield ReceivedFrame(kind, number, body[:size], body[size:].tobytes())
 
     def _bytes(self, count: int) -> Generator[None, None, Array]:
         room = np.empty(count, np.uint8)
@@ -191,7 +191,8 @@ def _read(sock: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
         if not (more := sock.recv(count - len(data))):
-            raise ConnectionError(f"{HAS_ENDED}, or the secrets of the job differ")
+            why = f"{HAS_ENDED}, or the secrets of the job differ"
+            raise ConnectionError(f"expected the proof of a rank, got the end of the data: {why}")
         data += more
     return data
 

@@ -64,7 +64,7 @@ def failure(
         text = _ended_normally(backend, handle, missing, number) + text.removeprefix(_LEFT)
         advice = wording.LEAVING_ADVICE if "send" in verb or "recv" in verb else wording.END_ADVICE
     if advice is not None:
-        error = PeerLostError(wording.lost(where, who, text, processes, advice))
+        error = wording.peer_lost(backend, where, missing, text, advice)
         if text.startswith(_GIVEN_UP):
             error.for_others = _late_rank_for_peers(backend, who, text[len(_GIVEN_UP) :])
         return error

@@ -46,7 +46,7 @@ def to_send(call: Call, rank: int, size: int) -> list[Any]:
     return [array if sends(call, rank, other) else None for other in range(size)]
 
 
-def row_count(part: Array | None, array: Array | None) -> int:
+def rows_of(part: Array | None, array: Array | None) -> int:
     """Return the number of rows of ``part``, or else of ``array``; 1 without dimensions."""
     like = array if part is None else part
     return 0 if like is None else like.shape[0] if like.ndim else 1
@@ -64,7 +64,7 @@ def kind_text(call: Call) -> str:
     return json.dumps([arrays.dtype_text(dtype), shape, like.nbytes if call.holds else -1])
 
 
-def kind_of(text: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def dtype_and_shape(text: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Return the dtype and shape in ``kind_text``."""
     dtype, shape, encoded = json.loads(text)
     if encoded >= 0:
@@ -77,7 +77,7 @@ def received(call: Call, kind: str, rows: int, data: Array) -> Array:
     if not kind:
         shape = call.array.shape
         return np.ndarray((rows, *shape[1:]) if shape else shape, call.array.dtype, data)
-    dtype, shape = kind_of(kind)
+    dtype, shape = dtype_and_shape(kind)
     if dtype is arrays.ENCODED_PART:
         return data if call.out is not None else arrays.decode_part(data)
     return np.ndarray(shape, dtype, data)
@@ -94,7 +94,7 @@ def result(call: Call, parts: Sequence[Any], rank: int) -> Array:
         is_own = call.array is not None and np.may_share_memory(computed, call.array)
         return computed.copy() if is_own else computed
     if target.ndim:
-        arrays.check_out_rows(call.name, target, row_count(computed, None), rank, len(parts))
+        arrays.check_out_rows(call.name, target, rows_of(computed, None), rank, len(parts))
     if target is not computed:
         target[...] = computed
     return target

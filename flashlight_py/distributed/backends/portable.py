@@ -29,7 +29,7 @@ from flashlight_py.distributed import verbs
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends import links, native_errors, parts
 from flashlight_py.distributed.backends.callers import Callers
-from flashlight_py.distributed.backends.links import Frame, Link
+from flashlight_py.distributed.backends.links import Link, ReceivedFrame
 from flashlight_py.distributed.calls import arrays, journal
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.calls.call_site import text_at_site
@@ -44,7 +44,6 @@ from flashlight_py.errors import (
     DistributedError,
     GroupClosedError,
     MismatchError,
-    PeerLostError,
 )
 
 _SLICE_SECONDS = 0.1  # maximum seconds of one wait; signal handlers (Ctrl-C) run between waits
@@ -60,7 +59,7 @@ _UNUSABLE = "the group cannot be used any more"
 Error: TypeAlias = Callable[[str], DistributedError]  # the argument begins the message
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """Kinds of frames, and the meaning of their number and text."""
 
     CALL = 0  # a collective: number of rows of the data; call
@@ -74,7 +73,7 @@ class Kind(enum.IntEnum):
     ABORT = 8  # the rank that is the cause; the error to raise
 
 
-class Operation(Work):
+class PortableWork(Work):
     """A started call."""
 
     def __init__(self, group: PortableBackend, call: Call) -> None:
@@ -84,7 +83,7 @@ class Operation(Work):
         self.order = next(_orders)
         self.where = f"[{call.name}] {group.name}"
         self.text = text_at_site(str(call), _TEXT_BYTES).decode(errors="replace")
-        self.steps: Generator[None, Sequence[Frame], Any] | None = None  # of a collective
+        self.steps: Generator[None, Sequence[ReceivedFrame], Any] | None = None  # of a collective
         self.pieces = [0]  # number of pieces of the array that were not sent
         self.error: Exception | None = None
         self.has_ended = self.is_awaited = False
@@ -135,17 +134,19 @@ class PortableBackend(Backend):
         self.numbers = list(store.numbers) or list(range(self.size))
         self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
         self.callers = Callers(self.name)
-        self._queue = deque[Operation]()  # collectives; they run one after another
-        self._receives = dict[tuple[int, int], deque[Operation]]()  # by rank of the sender and tag
+        self._queue = deque[PortableWork]()  # collectives; they run one after another
+        self._receives = dict[
+            tuple[int, int], deque[PortableWork]
+        ]()  # by rank of the sender and tag
         # Operations that have not ended or whose error was not raised, in the order of their calls
-        self.works = dict[Operation, None]()
+        self.works = dict[PortableWork, None]()
         self._next_check = 0.0  # time of the next check for late operations
         self._turn = threading.Condition()  # guards all fields
         self._leader = 0  # the thread that receives; 0: none
         self._thread: threading.Thread | None = None
         self._ended: Error | None = None  # the error of later calls; None: the group is usable
         self._cause: Error | None = None  # the error that ended the group
-        self._abort: Frame | None = None  # the frame by which another rank ended the group
+        self._abort: ReceivedFrame | None = None  # the frame by which another rank ended the group
         self._served = 0  # rank of the last received message
         self._has_left = False  # whether this rank begins no more messages
         self.links = dict[int, Link]()
@@ -176,6 +177,7 @@ class PortableBackend(Backend):
             peers, addresses, _, limits = zip(*map(json.loads, texts), strict=True)
             limit = max(limits) if all(limits) else 0.0
             end, waiting = time.monotonic() + seconds, Waiting("connecting over TCP")
+            lost = partial(wording.peer_lost, self, where, advice=wording.PEER_ADVICE)
             late = partial(self._late, seconds=seconds, detail="over TCP", did="connect")
             for rank in range(self.rank):  # each rank connects to the lower ranks
                 try:
@@ -183,11 +185,11 @@ class PortableBackend(Backend):
                 except TimeoutError as error:
                     raise late([rank])(where) from error
                 except OSError as error:
-                    raise self._loss([rank], str(error), wording.PEER_ADVICE, where) from error
+                    raise lost([rank], str(error)) from error
                 self._add(rank, Link(sock, limit))
             while missing := [r for r in range(self.rank + 1, self.size) if r not in self.links]:
                 if dead := [rank for rank in missing if Peer(*peers[rank]).is_gone()]:
-                    raise self._loss(dead, links.HAS_ENDED, wording.PEER_ADVICE, where)
+                    raise lost(dead, links.HAS_ENDED)
                 if time.monotonic() >= end:
                     raise late(missing)(where)
                 waiting.log_missing(missing if self.rank == 0 else [])
@@ -205,7 +207,7 @@ class PortableBackend(Backend):
         try:
             self.callers.threads.add(thread)
             with self._turn:
-                operation = Operation(self, call)
+                operation = PortableWork(self, call)
                 self.works[operation] = None
                 if self._ended is not None:
                     operation.end(error=self._ended(operation.where))
@@ -223,7 +225,7 @@ class PortableBackend(Backend):
         finally:
             self.callers.threads.discard(thread)
 
-    def _begin(self, operation: Operation) -> None:
+    def _begin(self, operation: PortableWork) -> None:
         call = operation.call
         if not call.verb.is_message:
             self._queue.append(operation)
@@ -235,7 +237,9 @@ class PortableBackend(Backend):
 
     # Collectives ----------------------------------------------------------------------------------
 
-    def _steps(self, operation: Operation, call: Call) -> Generator[None, Sequence[Frame], Any]:
+    def _steps(
+        self, operation: PortableWork, call: Call
+    ) -> Generator[None, Sequence[ReceivedFrame], Any]:
         """Run a collective. Each ``yield`` waits for a frame of every other rank."""
         array, verb = call.array, call.verb
         moves = array is not None and not call.compared
@@ -248,12 +252,14 @@ class PortableBackend(Backend):
             yield from self._steps(operation, second)
             return array
         data, kind = parts.to_send(call, self.rank, self.size), parts.kind_text(call)
-        counts = [parts.row_count(part, array) for part in data]
+        counts = [parts.rows_of(part, array) for part in data]
         text = json.dumps([call.key, kind, operation.text]).encode()
         for rank, link in self.links.items():
-            link.send(Kind.CALL, counts[rank], text, data[rank], operation.pieces)
+            link.send(FrameKind.CALL, counts[rank], text, data[rank], operation.pieces)
         frames = list((yield))
-        frames.insert(self.rank, Frame(Kind.CALL, counts[self.rank], links.NO_DATA, text))
+        frames.insert(
+            self.rank, ReceivedFrame(FrameKind.CALL, counts[self.rank], links.NO_DATA, text)
+        )
         if any(frame.text != text for frame in frames):
             calls = [json.loads(frame.text) for frame in frames]
             if len({key for key, _, _ in calls}) > 1 or len({k for _, k, _ in calls if k}) > 1:
@@ -263,7 +269,7 @@ class PortableBackend(Backend):
         if call.refusal or not (moves or verb is verbs.SCATTER):
             return counts if call.compared and call.is_ragged else None
         if call.compared:
-            return parts.kind_of(kind)
+            return parts.dtype_and_shape(kind)
         if not verb.fills(self.rank, call.root):
             return array if verb.in_place else None
         for rank, frame in enumerate(frames):
@@ -275,15 +281,15 @@ class PortableBackend(Backend):
 
     # Messages -------------------------------------------------------------------------------------
 
-    def _send_message(self, operation: Operation) -> None:
+    def _send_message(self, operation: PortableWork) -> None:
         call, link = operation.call, self.links[operation.call.peer]
         link.sent_count += 1
         link.sends[link.sent_count] = operation
         text = json.dumps([call.tag, operation.text, _dtype_and_shape(call)]).encode()
         is_short = not (call.compared or call.refusal) and call.array.nbytes < _LARGE
-        link.send(Kind.MESSAGE, link.sent_count, text, call.array if is_short else None)
+        link.send(FrameKind.MESSAGE, link.sent_count, text, call.array if is_short else None)
 
-    def _begin_receive(self, operation: Operation) -> None:
+    def _begin_receive(self, operation: PortableWork) -> None:
         """Take the oldest message with the tag of the receive, or wait for it."""
         peer, tag = operation.call.peer, operation.call.tag
         # A receive from any rank prefers the ranks after the one that was served last.
@@ -296,7 +302,7 @@ class PortableBackend(Backend):
         if peer != ANY_RANK:
             self._report_tags(peer, islice(self.links[peer].waiting_messages(), 1))
 
-    def _deliver(self, rank: int, frame: Frame) -> None:
+    def _deliver(self, rank: int, frame: ReceivedFrame) -> None:
         """Give a message to the receive that was called first, or keep it."""
         tag = json.loads(frame.text)[0]
         if waiting := [key for key in ((rank, tag), (ANY_RANK, tag)) if key in self._receives]:
@@ -307,20 +313,20 @@ class PortableBackend(Backend):
         if self._receives or self._has_left:
             self._report_tags(rank, [frame])
 
-    def _take(self, operation: Operation, rank: int, frame: Frame) -> None:
+    def _take(self, operation: PortableWork, rank: int, frame: ReceivedFrame) -> None:
         """Compare ``operation`` with a message of ``rank``, and answer the message."""
         call, (_, text, sent) = operation.call, json.loads(frame.text)
-        own, rows = _dtype_and_shape(call), sent[1][0] if sent and sent[1] else 1
-        if call.partial and sent and own and rows <= own[1][0]:
-            own[1][0] = rows
-        is_same = sent == own is not None
+        expected, rows = _dtype_and_shape(call), sent[1][0] if sent and sent[1] else 1
+        if call.partial and sent and expected and rows <= expected[1][0]:
+            expected[1][0] = rows
+        is_same = sent == expected is not None
         needs_data = call.array is not None and not call.compared and bool(call.array.nbytes)
         if is_same and needs_data and rows and not frame.data.size:
             self.links[rank].incoming[frame.number] = operation, frame
-            self.links[rank].send(Kind.GO, frame.number)
+            self.links[rank].send(FrameKind.GO, frame.number)
             return
         answer = "" if is_same else operation.text
-        self.links[rank].send(Kind.ANSWER, frame.number, answer.encode())
+        self.links[rank].send(FrameKind.ANSWER, frame.number, answer.encode())
         if is_same:
             self._served = rank
             if not call.compared:
@@ -330,7 +336,7 @@ class PortableBackend(Backend):
         self._end_message(operation, ends, frame.number, "" if is_same else text, result)
 
     def _end_message(
-        self, operation: Operation, ends: tuple[int, int], number: int, other: str, result: Any
+        self, operation: PortableWork, ends: tuple[int, int], number: int, other: str, result: Any
     ) -> None:
         """End a message. ``other`` is the call of the other rank if it differs, else ""."""
         if other:
@@ -342,16 +348,16 @@ class PortableBackend(Backend):
             operation.call.received.append(2 * number + (ends[0] < ends[1]))
         operation.end(result)
 
-    def _report_tags(self, rank: int, messages: Iterable[Frame]) -> None:
+    def _report_tags(self, rank: int, messages: Iterable[ReceivedFrame]) -> None:
         """Notify ``rank`` that no receive has taken ``messages``, and which tags are expected."""
         wanted = (tag for peer, tag in self._receives if peer == rank)
         text = json.dumps([*islice(wanted, _MOST_TAGS)]).encode()
         for frame in messages:
-            self.links[rank].send(Kind.WANTED, frame.number, text)
+            self.links[rank].send(FrameKind.WANTED, frame.number, text)
 
     # Receiving ------------------------------------------------------------------------------------
 
-    def receive_until(self, operation: Operation | None, seconds: float) -> bool:
+    def receive_until(self, operation: PortableWork | None, seconds: float) -> bool:
         """Receive for at most ``seconds``, until ``operation`` has ended; return whether it has."""
         end, leads, thread = time.monotonic() + seconds, False, threading.get_ident()
         try:
@@ -414,30 +420,30 @@ class PortableBackend(Backend):
                 if now >= operation.deadline and not operation.has_ended:
                     self._expire(operation)
 
-    def _handle(self, rank: int, link: Link, frame: Frame) -> None:
+    def _handle(self, rank: int, link: Link, frame: ReceivedFrame) -> None:
         kind, number, _, text = frame
-        if kind == Kind.CALL:
+        if kind == FrameKind.CALL:
             link.calls.append(frame)
             link.last_call, link.called_at = text, time.monotonic()
-        elif kind == Kind.MESSAGE:
+        elif kind == FrameKind.MESSAGE:
             self._deliver(rank, frame)
-        elif kind == Kind.ANSWER:
+        elif kind == FrameKind.ANSWER:
             operation = link.sends.pop(number)
             ends, other = (self.rank, rank), text.decode()
             self._end_message(operation, ends, number, other, operation.call.array)
-        elif kind == Kind.GO:
+        elif kind == FrameKind.GO:
             operation = link.sends[number]
-            link.send(Kind.DATA, number, b"", operation.call.array, operation.pieces)
-        elif kind == Kind.DATA:
+            link.send(FrameKind.DATA, number, b"", operation.call.array, operation.pieces)
+        elif kind == FrameKind.DATA:
             operation, message = link.incoming.pop(number)
             self._take(operation, rank, message._replace(data=frame.data))
-        elif kind == Kind.WANTED:
+        elif kind == FrameKind.WANTED:
             link.wanted = json.loads(text)
             if number in link.sends:
                 link.sends[number].is_declined = link.is_leaving
-        elif kind == Kind.LEAVING:
+        elif kind == FrameKind.LEAVING:
             link.is_leaving = True
-        elif kind == Kind.LEFT:
+        elif kind == FrameKind.LEFT:
             link.left_after, link.loss = number, wording.HAS_LEFT
         else:
             self._abort = self._abort or frame
@@ -479,7 +485,7 @@ class PortableBackend(Backend):
                 if is_lost and self._ended is None:
                     self._lose(operation, rank, link.loss or wording.IS_LEAVING)
 
-    def _pending(self) -> list[Operation]:
+    def _pending(self) -> list[PortableWork]:
         return [operation for operation in self.works if not operation.has_ended]
 
     def _ensure_thread(self) -> None:
@@ -504,16 +510,12 @@ class PortableBackend(Backend):
     # Failures -------------------------------------------------------------------------------------
 
     def _mismatch(
-        self, operation: Operation, calls: Mapping[int, str], which: str = ""
+        self, operation: PortableWork, calls: Mapping[int, str], which: str = ""
     ) -> MismatchError:
         by_number = [(self.numbers[rank], text) for rank, text in sorted(calls.items())]
         where, number = operation.where, operation.number
         text = wording.different_calls(where, by_number, number, which=which)
         return MismatchError(text, calls=[text for _, text in by_number])
-
-    def _loss(self, ranks: Sequence[int], reason: str, advice: str, where: str) -> PeerLostError:
-        which = wording.process_list(ranks, self.processes)
-        return PeerLostError(wording.lost(where, self._names(ranks), reason, which, advice))
 
     def _late(
         self, ranks: Sequence[int], seconds: float, detail: str, last: str = "", did: str = "join"
@@ -525,7 +527,7 @@ class PortableBackend(Backend):
     def _names(self, ranks: Iterable[int]) -> str:
         return wording.names(self.numbers[rank] for rank in ranks)
 
-    def _lose(self, operation: Operation, rank: int, reason: str) -> None:
+    def _lose(self, operation: PortableWork, rank: int, reason: str) -> None:
         """End the group because ``operation`` waits for ``rank``, which is lost for ``reason``."""
         link, is_message = self.links[rank], operation.call.verb.is_message
         advice = link.advice
@@ -533,9 +535,10 @@ class PortableBackend(Backend):
             advice = wording.LEAVING_ADVICE if is_message else wording.END_ADVICE
             if not is_message and link.left_after < operation.number:
                 reason = wording.ended_after(link.left_after, operation.number)
-        self._break(operation, [rank], partial(self._loss, [rank], reason, advice))
+        about = [rank], reason, advice
+        self._break(operation, [rank], lambda where: wording.peer_lost(self, where, *about))
 
-    def _expire(self, operation: Operation) -> None:
+    def _expire(self, operation: PortableWork) -> None:
         """End the group because ``operation`` has reached its deadline."""
         call, seconds, last = operation.call, operation.seconds, ""
         if call.verb.is_message:
@@ -551,9 +554,9 @@ class PortableBackend(Backend):
             about = waiting, elsewhere, f"{seconds:g} seconds"
             self._break(operation, missing, lambda where: native_errors.deadlock(where, *about))
             return
-        gave_up = f"it gave up waiting for this rank: {detail}"
+        gave_up, advice = f"it gave up waiting for this rank: {detail}", wording.PEER_ADVICE
+        error = wording.peer_lost(self, operation.where, [self.rank], gave_up, advice)
         for rank in missing:
-            error = self._loss([self.rank], gave_up, wording.PEER_ADVICE, operation.where)
             self._send_abort(self.links[rank], self.rank, error)
         self._break(operation, missing, self._late(missing, seconds, detail, last))
 
@@ -568,7 +571,7 @@ class PortableBackend(Backend):
             texts.append(f"rank {self.numbers[rank]} is {state}")
         return ", ".join([*texts, f"this rank {does[0]} with tag {call.tag}"])
 
-    def _last_calls(self, operation: Operation, missing: Iterable[int]) -> str:
+    def _last_calls(self, operation: PortableWork, missing: Iterable[int]) -> str:
         sentences = [f"Call {operation.number} of this group is {operation.text}"]
         for rank in missing:
             link, last = self.links[rank], "has made no call of this group yet"
@@ -578,7 +581,7 @@ class PortableBackend(Backend):
             sentences.append(f"rank {self.numbers[rank]} {last}")
         return f"{'; '.join(sentences)}. "
 
-    def _break(self, operation: Operation, ranks: Sequence[int], make: Error) -> None:
+    def _break(self, operation: PortableWork, ranks: Sequence[int], make: Error) -> None:
         """End the group on all ranks, because of ``ranks``."""
         operation.end(error=(error := make(operation.where)))
         for link in self.links.values():
@@ -587,7 +590,7 @@ class PortableBackend(Backend):
 
     def _send_abort(self, link: Link, rank: int, cause: str | DistributedError) -> None:
         text = native_errors.error_for_peers(self, cause)
-        link.send(Kind.ABORT, rank, text.encode(errors="replace"))
+        link.send(FrameKind.ABORT, rank, text.encode(errors="replace"))
 
     def _fail(self, make: Error, ranks: Sequence[int] = ()) -> None:
         """End all operations with the error ``make``. Later calls raise ``GroupClosedError``."""
@@ -625,13 +628,13 @@ class PortableBackend(Backend):
                 return self._cause(where)
             for rank, link in self.links.items():
                 if link.loss not in ("", wording.HAS_LEFT):
-                    return self._loss([rank], link.loss, link.advice, where)
+                    return wording.peer_lost(self, where, [rank], link.loss, link.advice)
             return None
 
     def call_ahead(self, rank: int) -> str:
         """Return as text a collective that ``rank`` has begun before this rank, or ""."""
         self.receive_until(None, 0.0)
-        calls = self.links[rank].calls if rank in self.links else deque[Frame]()
+        calls = self.links[rank].calls if rank in self.links else deque[ReceivedFrame]()
         text: str = json.loads(calls[-1].text)[2] if len(calls) > len(self._queue) else ""
         return text.rpartition(" at ")[0]
 
@@ -645,7 +648,7 @@ class PortableBackend(Backend):
         with self._turn:
             self._has_left = True
             for rank, link in self.links.items() if self._ended is None else ():
-                link.send(Kind.LEAVING, 0)
+                link.send(FrameKind.LEAVING, 0)
                 self._report_tags(rank, link.waiting_messages())
 
     def close(self) -> None:
@@ -653,7 +656,7 @@ class PortableBackend(Backend):
             if self._ended is _closed:
                 return
             for link in self.links.values():
-                link.send(Kind.LEFT, self.count[0])
+                link.send(FrameKind.LEFT, self.count[0])
             self._fail(_closed)
             self._ended = self._cause = _closed
             for link in self.links.values():

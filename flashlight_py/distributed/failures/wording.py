@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from flashlight_py.distributed.calls.call import SHUTDOWN
 from flashlight_py.distributed.rendezvous.store import MOST_RANKS, name_ranks
+from flashlight_py.errors import PeerLostError
 
 names = name_ranks
 UNUSABLE = "This group cannot be used again"
@@ -43,9 +45,13 @@ def ended_after(made: int, number: int) -> str:
     return f"{HAS_LEFT} after {made} calls of it, {number - made} fewer than this rank"
 
 
-def lost(where: str, who: str, reason: str, which: str, advice: str) -> str:
-    """Return the text of a PeerLostError. ``which``: see ``process_list``."""
-    return f"{where}: lost {who} ({reason}){which}. {advice}. {UNUSABLE}"
+def peer_lost(
+    group: Any, where: str, ranks: Sequence[int], reason: str, advice: str
+) -> PeerLostError:
+    """Return the error for the lost ``ranks`` of the backend ``group``."""
+    who = names(group.numbers[rank] for rank in ranks) if ranks else "another rank"
+    processes = process_list(ranks, group.processes)
+    return PeerLostError(f"{where}: lost {who} ({reason}){processes}. {advice}. {UNUSABLE}")
 
 
 def different_calls(
