@@ -46,6 +46,8 @@ set_blocking: Any = getattr(os, "set_blocking", None)
 register_at_fork: Any = getattr(os, "register_at_fork", lambda **functions: None)
 user_id = getattr(os, "geteuid", lambda: 0)  # os.stat returns 0 on Windows, too
 IS_LINUX = sys.platform == "linux"  # has abstract sockets, and numbers of ioctl as below
+# Whether the system lacks a call by which Linux ends, adopts or prepares processes.
+IS_PORTABLE = not (IS_LINUX and waitid and hasattr(os, "memfd_create"))
 
 
 class Thread(threading.Thread):
@@ -70,9 +72,9 @@ def __getattr__(name: str) -> Any:
 
 
 if not hasattr(_select, "poll"):  # Windows, where selectors accept only sockets
-    from flashlight_py import _windows
+    from flashlight_py.processes import windows
 
-    globals().update({name: getattr(_windows, name) for name in _windows.__all__})
+    globals().update({name: getattr(windows, name) for name in windows.__all__})
 
 # Constants of netdevice(7).
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913

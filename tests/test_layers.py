@@ -34,8 +34,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "checks": (),
     "names": (),
     "cores": (),
-    "_windows": (),
-    "system": ("_windows",),
+    # The program of a rank imports the package (""), like a user's script.
+    "processes.rank_main": ("launch", ""),
+    "processes": ("system",),
+    "system": ("processes.windows",),
     "interfaces": ("system",),
     "random": (*FRAMEWORK[:2], "checks", "structure"),
     "kernels": FRAMEWORK[:2],
@@ -67,14 +69,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("distributed", "launch"),
     ),
     # The plugin uses the package as a test does.
-    "testing": ("", "errors", "distributed", "launch"),
+    "testing": ("", "errors", "distributed", "launch", "processes", "system"),
     # Ranks of engines also import the package in the function that starts them.
     "engines": ("launch", "", "interfaces", "distributed"),
-    # The program of a rank imports the package (""), like a user's script.
-    "launch.rank_main": ("launch", ""),
     "launch.records": ("launch", "distributed", "system"),
     "launch": (
-        *("_version", "errors", "tracebacks", "cores", "interfaces", "system"),
+        *("_version", "errors", "tracebacks", "cores", "interfaces", "system", "processes"),
         "engines",  # fl.launch.ray, dask and spark
     ),
 }

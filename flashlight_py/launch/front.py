@@ -17,11 +17,11 @@ from contextlib import suppress
 
 from flashlight_py import system
 from flashlight_py.launch.failures import describe_exit
-from flashlight_py.launch.loop import FORWARDED, IS_PORTABLE, SIGKILL
+from flashlight_py.launch.loop import FORWARDED, SIGKILL
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
-if not IS_PORTABLE:
+if not system.IS_PORTABLE:
     _libc = ctypes.CDLL(None, use_errno=True)  # before the fork: a child must not load libraries
 
 
@@ -32,7 +32,7 @@ def run_in_copy(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
     ``clean_up``. The copy does not return: it exits. Without prctl, there is no copy, and the guard
     of the ranks kills them if this process is killed.
     """
-    if IS_PORTABLE:
+    if system.IS_PORTABLE:
         try:
             return work()
         finally:

@@ -6,7 +6,7 @@ The ranks of an attempt start when every host with ranks has reported that it is
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -152,7 +152,7 @@ class Job:
         self._hosts.drop(sorted(self._unfinished), grace + _FINISHING_SECONDS)
 
     def _on_message(self, host: int, kind: str, values: list[Any]) -> None:
-        self.HANDLERS[kind](self, host, *values)
+        getattr(self, f"_on_{kind}")(host, *values)  # see ``channel``
 
     def _on_here(self, host: int) -> None:
         if host in self._unready:
@@ -218,19 +218,6 @@ class Job:
     def _on_finished(self, host: int, stuck: list[int]) -> None:
         self._unfinished.discard(host)
         self._stuck += stuck
-
-    # Handlers of the agents' messages; see ``channel``.
-    HANDLERS: Mapping[str, Callable[..., None]] = {
-        "here": _on_here,
-        "ready": _on_ready,
-        "cannot_run": _on_cannot_run,
-        "output": _on_output,
-        "exited": _on_exited,
-        "more": _on_more,
-        "record": _on_record,
-        "left_out": _on_left_out,
-        "finished": _on_finished,
-    }
 
     def _on_lost(self, host: int, reason: str) -> None:
         self._unfinished.discard(host)

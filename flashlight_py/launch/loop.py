@@ -19,8 +19,6 @@ def _signals(*names: str) -> tuple[signal.Signals, ...]:
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
 
 
-# Whether the system lacks a call by which Linux ends, adopts or prepares processes.
-IS_PORTABLE = not (system.IS_LINUX and system.waitid and hasattr(os, "memfd_create"))
 HARMLESS = _signals("SIGUSR1", "SIGUSR2")  # signals that do not end a job
 # Signals from users and schedulers. Signals ignored at the start of the process stay ignored.
 FORWARDED = (*_signals("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"), *HARMLESS)
@@ -126,7 +124,7 @@ class Loop(Poll):
 
     def reap(self) -> bool:
         """Reap all children that have ended; return True if other children remain."""
-        if IS_PORTABLE:
+        if system.IS_PORTABLE:
             for pid, (process, callback) in list(self._children.items()):
                 if process.poll() is not None:
                     del self._children[pid]
@@ -176,7 +174,7 @@ def await_end(process: system.Popen[bytes]) -> int | None:
     None if other code in this process, such as a SIGCHLD handler, has reaped it.
     """
     try:
-        if IS_PORTABLE:
+        if system.IS_PORTABLE:
             return process.wait()
         end = system.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:

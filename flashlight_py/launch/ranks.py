@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import NamedTuple
 
 from flashlight_py import system
 from flashlight_py.cores import thread_variables, usable_cores
 from flashlight_py.launch.front import signal_if_parent_ends
-from flashlight_py.launch.loop import IS_PORTABLE, SIGCONT, SIGKILL, Loop, Poll, await_end
+from flashlight_py.launch.loop import SIGCONT, SIGKILL, Loop, Poll, await_end
 from flashlight_py.launch.output import STREAMS, Source
+from flashlight_py.processes import guard
 
 _CHUNK = 1 << 16
 _KILLED_SECONDS = 5.0  # seconds to wait for killed processes, which may hang in the kernel
@@ -149,13 +149,13 @@ class RankProcesses:
                 start_new_session=True,
                 pass_fds=descriptors,
                 bufsize=0,
-                preexec_fn=by_kernel if is_guarded and not IS_PORTABLE else None,
+                preexec_fn=by_kernel if is_guarded and not system.IS_PORTABLE else None,
             )
         finally:
             for end in write_ends.values():
                 system.close(end)
         self._processes[rank] = process
-        if is_guarded and IS_PORTABLE:
+        if is_guarded and system.IS_PORTABLE:
             self._tell_guard(process.pid)
         return process
 
@@ -195,7 +195,7 @@ class RankProcesses:
     def _tell_guard(self, pid: int) -> None:
         """Tell the guard that process ``pid`` has started, or that it has ended."""
         if self._guard is None:
-            command = [sys.executable, str(Path(__file__).with_name("guard.py"))]
+            command = [sys.executable, guard.__file__]
             self._guard = system.Popen(command, stdin=PIPE, bufsize=0, start_new_session=True)
         assert self._guard.stdin
         with suppress(BrokenPipeError):  # the user has killed the guard

@@ -26,8 +26,7 @@ from flashlight_py.errors import RankFailedError
 from flashlight_py.interfaces import keep_port
 from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure, describe_exit
-from flashlight_py.launch.links import new_link, shared
-from flashlight_py.launch.loop import IS_PORTABLE, SIGKILL, Poll, await_end, keep_exit_codes
+from flashlight_py.launch.loop import SIGKILL, Poll, await_end, keep_exit_codes
 from flashlight_py.launch.output import STREAMS, RankOutput
 from flashlight_py.launch.pickling import pack_task
 from flashlight_py.launch.ranks import (
@@ -38,6 +37,7 @@ from flashlight_py.launch.ranks import (
     unranked,
 )
 from flashlight_py.launch.supervisor import Supervisor
+from flashlight_py.processes.links import new_link, shared
 
 T = TypeVar("T")
 
@@ -297,7 +297,7 @@ class Worker:
                 )
 
             is_main = threading.get_native_id() == os.getpid()  # in a greenlet, too
-            self.process = start() if is_main or IS_PORTABLE else _start_in_thread(start)
+            self.process = start() if is_main or system.IS_PORTABLE else _start_in_thread(start)
         link.on_start(self.process)
 
     @cached_property

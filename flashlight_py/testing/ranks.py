@@ -25,10 +25,11 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from flashlight_py import system
 from flashlight_py.launch.failures import Failure, describe_exit
-from flashlight_py.launch.loop import IS_PORTABLE, SIGKILL
-from flashlight_py.launch.rank_main import end_with, kill_if_parent_ends
+from flashlight_py.launch.loop import SIGKILL
 from flashlight_py.launch.ranks import signal_group
+from flashlight_py.processes.rank_main import end_with, kill_if_parent_ends
 
 HAS_FORK = hasattr(os, "fork")
 # Raises RankStuckError in a rank that runs a task. On Windows, any signal would end the rank.
@@ -157,7 +158,7 @@ def _become_rank(
     server: int, life: Connection, link: Connection, rank: int, env: dict[str, str],
     log: Path | None,
 ) -> None:  # fmt: skip
-    if IS_PORTABLE:
+    if system.IS_PORTABLE:
         threading.Thread(target=end_with, args=(life,), daemon=True).start()
     else:
         life.close()

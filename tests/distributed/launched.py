@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.errors import RankFailedError
-from flashlight_py.launch.rank_main import kill_if_parent_ends
 from flashlight_py.launch.spawning import Worker
+from flashlight_py.processes.rank_main import kill_if_parent_ends
 from flashlight_py.testing.ranks import Rank, Ranks, run_tasks, use_log
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.launch.channel import write_whole
-from flashlight_py.launch.loop import IS_PORTABLE
+from flashlight_py.system import IS_PORTABLE
 
 _RANK_MAIN = Path(__file__).with_name("rank_main.py")
 _LOOK_SECONDS = 0.1  # seconds between two checks whether a process has ended before it connected
@@ -82,9 +81,11 @@ class LoopbackLink:
         threading.Thread(target=self._send, daemon=True).start()
 
     def _send(self) -> None:
-        assert self._process.stdin
+        pipe = self._process.stdin
+        assert pipe
         with suppress(OSError, ValueError):  # the process has ended
-            write_whole(self._process.stdin.fileno(), self._content)
+            while self._content:
+                self._content = self._content[os.write(pipe.fileno(), self._content) :]
 
     def connect(self) -> Connection:
         """Wait for the process. If it has ended, the returned link is at its end."""
