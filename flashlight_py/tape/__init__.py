@@ -78,8 +78,7 @@ def capture(
         def eager(*args: Any, **options: Any) -> Any:
             return step(*args, **options)
 
-        vars(eager).update(reason=_native.left_out("tape") or "the native module is missing")
-        vars(eager).update(replays=0)
+        vars(eager).update(reason="the native module is missing", replays=0)
         return eager
     from flashlight_py.tape.step import Captured  # loads native code
 
