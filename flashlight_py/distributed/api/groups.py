@@ -109,11 +109,9 @@ def split(
 
 
 def grid(
-    shape: int | Sequence[int | None],
-    periodic: bool | Sequence[bool] = False,
-    *,
+    shape: int | Sequence[int | None], periodic: bool | Sequence[bool] = False, *,
     group: Group = None,
-) -> Grid:
+) -> Grid:  # fmt: skip
     """Return a Cartesian grid of the ranks of ``group``.
 
     Ranks are numbered like in MPI_Cart_create. Nothing is sent, and no group is created.

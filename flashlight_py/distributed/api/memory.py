@@ -230,27 +230,21 @@ def _copy(source: Array, target: Array) -> None:
 
 
 def _raise_first(store: Store, problems: list[str], failure: Exception | None) -> None:
-    """Raise an error if a rank failed. ``problems`` has one text for each rank, "" for success.
-
-    If a rank has too little memory, every rank raises OutOfMemoryError. Otherwise a rank that
-    failed raises ``failure``, and other ranks raise RankFailedError.
-    """
-    lacking = f"{OutOfMemoryError.__name__}: "
-    for rank, problem in enumerate(problems):
+    """Raise an error if a rank failed. ``problems`` has one text for each rank, "" for success."""
+    where, lacking = f"[host_array] rank {store.rank} of {store.size}", "OutOfMemoryError: "
+    failed = [(rank, problem) for rank, problem in enumerate(problems) if problem]
+    for rank, problem in failed:
         if problem.startswith(lacking):
-            raise OutOfMemoryError(
-                f"[host_array] rank {store.rank} of {store.size}: rank {rank} has not enough "
-                f"memory. {problem.removeprefix(lacking)}"
-            )
+            reason = problem.removeprefix(lacking)
+            raise OutOfMemoryError(f"{where}: rank {rank} has not enough memory. {reason}")
     try:
         if failure is not None:
             raise failure
     finally:
         del failure
-    for rank, problem in enumerate(problems):
-        if problem:
-            raise RankFailedError(
-                f"[host_array] rank {store.rank} of {store.size}: rank {rank} raised while "
-                f"loading: {problem}. No rank has an array. The group remains usable.",
-                rank,
-            )
+    for rank, problem in failed:
+        raise RankFailedError(
+            f"{where}: rank {rank} raised while loading: {problem}. No rank has an array. The "
+            "group remains usable.",
+            rank,
+        )

@@ -7,14 +7,8 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from flashlight_py.device import Array, as_packed, is_cupy
-from flashlight_py.distributed.api.verb_call import (
-    Group,
-    Output,
-    call_fast_path,
-    finish,
-    native_entry,
-    reject_together,
-)
+from flashlight_py.distributed.api import verb_call
+from flashlight_py.distributed.api.verb_call import Group, native_entry, reject_together
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
 from flashlight_py.distributed.calls.checks import OverlapCheck, check_rank
@@ -224,7 +218,7 @@ def _message(
     op = P2POp("recv" if verb.endswith("recv") else "send", x, peer, tag, partial)
     if verb == op.kind and not partial:
         row = SEND if op.sends else RECV
-        y = call_fast_path(members, row, x, None, None, None, op.peer, op.tag, False)
+        y = verb_call.call_fast_path(members, row, x, None, None, None, op.peer, op.tag, False)
         if y is not NotImplemented:
             return y
     with reject_together(members, verb, [op], [x]):
@@ -281,7 +275,7 @@ def _complete(members: Membership, message: _Message, work: Work) -> Any:
     if op.sends:
         return work.wait() if call.blocking else Then(work, lambda _: op.x)
     if not call.is_open:
-        return finish(members, call, work, Output(op.x, array, call.array))
+        return verb_call.finish(members, call, work, verb_call.Output(op.x, array, call.array))
 
     def complete(matched: Matched) -> Any:
         then.source = matched.source

@@ -10,27 +10,11 @@ import numpy as np
 
 from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, array_module, as_packed, is_cupy
-from flashlight_py.distributed.api.verb_call import (
-    Group,
-    collective,
-    finish,
-    native_entry,
-    pack_input,
-    prepare_output,
-    reject_together,
-)
+from flashlight_py.distributed.api import verb_call
+from flashlight_py.distributed.api.verb_call import Group, collective, native_entry, reject_together
 from flashlight_py.distributed.backends.exchange import exchange_bytes
-from flashlight_py.distributed.calls.arrays import (
-    ENCODED_PART,
-    as_array,
-    check_out_rows,
-    decode_part,
-    dtype_from_text,
-    dtype_name,
-    dtype_text,
-    encode_part,
-    native_code,
-)
+from flashlight_py.distributed.calls import arrays as call_arrays
+from flashlight_py.distributed.calls.arrays import as_array, check_out_rows, encode_part
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import OverlapCheck, check_rank, check_rows, row_counts
 from flashlight_py.distributed.calls.combining import split_rows
@@ -256,16 +240,16 @@ def _blocks_to_all(members: Membership, xs: Any, outs: Any, async_op: bool, has_
         for room in rooms:
             overlap.add(room)
         arrays = [as_array(verb, x, writes=False, of_any_dtype=True) for x in xs]
-        blocks = [encode_part(as_packed(array)).view(ENCODED_PART) for array in arrays]
+        blocks = [encode_part(as_packed(array)).view(call_arrays.ENCODED_PART) for array in arrays]
         if rooms:  # only the block of this rank is known before the exchange
-            check(rank, decode_part(blocks[rank].view(np.uint8)))
+            check(rank, call_arrays.decode_part(blocks[rank].view(np.uint8)))
         received: list[int] = []
         options: dict[str, Any] = {"rows": [block.size for block in blocks], "received": received}
         work = collective(members, ALL_TO_ALL, np.concatenate(blocks), **options, async_op=async_op)
 
     def results(joined: Array) -> list[Any]:
-        counts = received or options["rows"]
-        parts = [decode_part(part.view(np.uint8)) for part in split_rows(joined, counts)]
+        packed = split_rows(joined, received or options["rows"])
+        parts = [call_arrays.decode_part(part.view(np.uint8)) for part in packed]
         if outs is None:
             return [user_result(xs[0], part.copy(), False) for part in parts]
         for index, block in enumerate(parts):
@@ -287,24 +271,26 @@ def _scatter_equal(members: Membership, call: Call, out: Any, kind: Any) -> Any:
         )
     # parts[0] would be a scalar if the parts have no dimensions.
     like = call.out if parts is None else parts[0, ...]
-    space = prepare_output("scatter", out, like, () if like is None else like.shape, kind)
-    if like is not None and native_code(like.dtype) == MOVED:
+    shape, back = () if like is None else like.shape, None
+    space = verb_call.prepare_output("scatter", out, like, shape, kind)
+    if like is not None and call_arrays.native_code(like.dtype) == MOVED:
         # Ranks without ``out`` need dtype and shape, so each part contains them as text.
         call.holds = like.dtype, like.shape
         call.out = room = np.empty_like(encode_part(as_packed(like)))
         if parts is not None:
             call.array = np.stack([encode_part(parts[i, ...]) for i in range(len(parts))])
-        return finish(members, call, members.run(call), space._replace(packed=room), decode_part)
-    call.array = None if parts is None else pack_input(parts, space)
-    call.out = space.packed
-    return finish(members, call, members.run(call), space)
+        space, back = space._replace(packed=room), call_arrays.decode_part
+    else:
+        call.array = None if parts is None else verb_call.pack_input(parts, space)
+        call.out = space.packed
+    return verb_call.finish(members, call, members.run(call), space, back)
 
 
 def _scatter_rows(members: Membership, call: Call, out: Any, kind: Any, counts: list[int]) -> Any:
     array, call.array = call.array, None
     call.out = like = call.out if array is None else array
     shape = () if like is None else (counts[members.rank], *like.shape[1:])
-    space = prepare_output("scatter", out, like, shape, kind)
+    space = verb_call.prepare_output("scatter", out, like, shape, kind)
 
     def move() -> Work:
         kind, shape = _agree(members, call, counts)
@@ -313,20 +299,16 @@ def _scatter_rows(members: Membership, call: Call, out: Any, kind: Any, counts: 
             library: Any = array_module(space.packed)
             step.array, step.rows = library.empty((0, *shape), kind), [0] * members.size
         else:
-            step.array = pack_input(array, space)
+            step.array = verb_call.pack_input(array, space)
         return members.backend(step.array).start(step)
 
-    return finish(members, call, members.journal.run([call], "scatter", move), space)
+    return verb_call.finish(members, call, members.journal.run([call], "scatter", move), space)
 
 
 def _agree(members: Membership, call: Call, counts: list[int]) -> tuple[Any, tuple[int, ...]]:
-    """Compare the arguments of all ranks. Return dtype and ``shape[1:]`` of the root's array.
-
-    Every rank raises MismatchError if ranks differ in ``counts`` or ``root``, or if the ``out`` of
-    a rank has another dtype or ``shape[1:]`` than the root's array.
-    """
+    """Compare the arguments of all ranks. Return dtype and ``shape[1:]`` of the root's array."""
     like, root = call.out, call.root
-    kind = None if like is None else (dtype_text(like.dtype), like.shape[1:])
+    kind = None if like is None else (call_arrays.dtype_text(like.dtype), like.shape[1:])
     own_call = pickle.dumps((counts, root, kind))
     texts = exchange_bytes(members.backend(), own_call, "scatter(rows=...)")
     calls = list(map(pickle.loads, texts))
@@ -335,14 +317,15 @@ def _agree(members: Membership, call: Call, counts: list[int]) -> tuple[Any, tup
         prefix = f"[scatter] rank {members.rank} of {members.size}"
         words = []
         for rows, rank, held in calls:
-            about = held and f"{dtype_name(dtype_from_text(held[0]))} rows of {held[1]}, "
-            words.append(f"scatter({about or ''}rows={rows}, root={rank})")
+            name = held and call_arrays.dtype_name(call_arrays.dtype_from_text(held[0]))
+            about = f"{name} rows of {held[1]}, " if held else ""
+            words.append(f"scatter({about}rows={rows}, root={rank})")
         raise MismatchError(different_calls(prefix, enumerate(words), 0, which="this call"))
     dtype, shape = expected[2]
-    return dtype_from_text(dtype), shape
+    return call_arrays.dtype_from_text(dtype), shape
 
 
-def _concatenate_parts(xs: Any, size: int, counts: list[int] | None = None) -> Array:
+def _concatenate_parts(xs: Any, size: int, counts: list[int] | None) -> Array:
     """Return the root's arrays as one array: stacked if ``counts`` is None, else concatenated."""
     is_list = isinstance(xs, list | tuple)
     arrays = [as_array("scatter", x, False, of_any_dtype=True) for x in (xs if is_list else [xs])]

@@ -6,24 +6,14 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from flashlight_py.device import Array, array_module, as_packed, is_cupy
 from flashlight_py.distributed import verbs
-from flashlight_py.distributed.api.verb_call import (
-    COLLECTIVE,
-    Group,
-    Output,
-    collective,
-    native_entry,
-    prepare_output,
-    reject_together,
-    resolve_reduction,
-    store_result,
-)
+from flashlight_py.distributed.api import verb_call
+from flashlight_py.distributed.api.verb_call import Group, collective, native_entry, reject_together
 from flashlight_py.distributed.calls.arrays import as_array, identity_of, pack_terms, parse_op
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import NUMBERS, OverlapCheck, as_number
@@ -95,7 +85,7 @@ def all_reduce(
         with reject_together(members_of(group), verbs.ALL_REDUCE, arrays=(x, out)):
             array = as_array("all_reduce", x, writes=False, of_any_dtype=True)
             as_array("all_reduce(out=)", out, of_any_dtype=True)
-            target: Any = prepare_output("all_reduce", out, array, array.shape, x).array
+            target: Any = verb_call.prepare_output("all_reduce", out, array, array.shape, x).array
             target[...] = array
         return all_reduce(out, scale, op=op, group=group, async_op=async_op)
     return collective(group, verbs.ALL_REDUCE, x, scale=scale, op=op, async_op=async_op)
@@ -250,7 +240,7 @@ def all_reduce_location(
             array, number = as_number(verb, x)
         else:
             array = as_array(verb, x, writes=False, of_any_dtype=True)
-        kind, _ = resolve_reduction(verb, array.dtype, op, 1.0, members.size)
+        kind, _ = verb_call.resolve_reduction(verb, array.dtype, op, 1.0, members.size)
         if kind not in (ReduceOp.MIN, ReduceOp.MAX):
             raise ValueError(f"{verb}: op must be 'min' or 'max', got {op!r}")
         xp, name = array_module(array), kind.name.lower()
@@ -311,7 +301,7 @@ def all_reduce_multiple(
             work: Any = all_reduce_multiple(packed, scale, op=op, contiguous=contiguous, **options)
         else:
             for array in {array.dtype: array for array in checked}.values():
-                resolve_reduction(verb, array.dtype, op, scale, members.size)
+                verb_call.resolve_reduction(verb, array.dtype, op, scale, members.size)
             plan = plan_messages(sorted(checked, key=is_cupy), limit)
             options = {"op": op, "scale": scale, "async_op": async_op}
             work = AllOf([_reduce_together(members, batch, limit, **options) for batch in plan])
@@ -350,7 +340,8 @@ def _pending_calls(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
     values = [getattr(x, "array", x) for x in xs] if async_op and isinstance(xs, Iterable) else []
     arrays: list[Any] = [x for x in values if hasattr(x, "nbytes")]
     invalid = len(values) - len(arrays) if limit < 0 else 0  # one call per invalid value
-    yield from itertools.repeat(COLLECTIVE, max(1, len(plan_messages(arrays, limit)) + invalid))
+    count = max(1, len(plan_messages(arrays, limit)) + invalid)
+    yield from itertools.repeat(verb_call.COLLECTIVE, count)
 
 
 def plan_messages(arrays: Sequence[Array], limit: int) -> list[list[Array]]:
@@ -390,18 +381,18 @@ def _reduce_together(
     unpack: Callable[[Any], Any]
     if limit < 0:  # for GPU arrays: one collective each, without a buffer
         verb, dtype = "all_reduce_multiple", arrays[0].dtype
-        reduce_op, factor = resolve_reduction(verb, dtype, op, scale, members.size)
+        reduce_op, factor = verb_call.resolve_reduction(verb, dtype, op, scale, members.size)
         terms = [pack_terms(array, reduce_op) for array in arrays]
         calls = [Call(verbs.ALL_REDUCE, *term[:2], factor, blocking=False) for term in terms]
         y = members.run_many(calls, verb)
 
         def unpack(_: Any) -> None:
             for array, term in zip(arrays, terms, strict=True):
-                store_result(None, Output(array, array, term.array), term.back)
+                verb_call.store_result(None, verb_call.Output(array, array, term.array), term.back)
 
     else:
         flat, digest = array_module(arrays[0]).concatenate([x.ravel() for x in arrays]), 0
-        for extent in chain.from_iterable((array.ndim, *array.shape) for array in arrays):
+        for extent in itertools.chain.from_iterable((array.ndim, *array.shape) for array in arrays):
             digest = (digest * 1099511628211 + extent) % 2**64
         root = 1 + (digest >> 34)  # ranks compare it: buffers of equal size may differ in shapes
         y = collective(members, verbs.ALL_REDUCE, flat, root=root, **options)

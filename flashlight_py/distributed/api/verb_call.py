@@ -20,17 +20,9 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, as_packed, is_cupy
+from flashlight_py.distributed.calls import arrays as call_arrays
 from flashlight_py.distributed.calls import checks
-from flashlight_py.distributed.calls.arrays import (
-    LOGICAL,
-    Terms,
-    as_array,
-    check_op_and_scale,
-    may_overlap,
-    native_code,
-    pack_terms,
-    parse_op,
-)
+from flashlight_py.distributed.calls.arrays import LOGICAL, Terms, as_array, native_code, pack_terms
 from flashlight_py.distributed.calls.call import Call, P2POp
 from flashlight_py.distributed.calls.journal import SENDRECV
 from flashlight_py.distributed.calls.kinds import OTHER, as_numpy, kind_of, user_result
@@ -73,9 +65,9 @@ def collective(
             reduce_op, scale = _cached_reduction(verb.name, x.dtype, op, scale, members.size)
             work = members.run(Call(verb, x, reduce_op, scale, root, blocking=not async_op))
             return work if async_op else work.wait()
-        reduce_op = parse_op(verb.name, op) if verb.reduces else ReduceOp.SUM
+        reduce_op = call_arrays.parse_op(verb.name, op) if verb.reduces else ReduceOp.SUM
         args = {"op": reduce_op, "scale": scale, "root": root, "rows": rows, "out": out}
-        args["async_op"] = async_op
+        args |= {"async_op": async_op, "received": received}
         if not several and rows is None and received is None:
             rest = (reduce_op if verb.reduces else "sum"), scale, root, 0, async_op
             y = call_fast_path(members, verb, x, out, *rest)
@@ -89,7 +81,7 @@ def collective(
             return Then(done, lambda _: number()) if async_op else number()
         if several:
             return _run_list(members, verb, x, args)
-        return _prepare(members, verb, x, args, received)()
+        return _prepare(members, verb, x, args)()
 
 
 PLAIN_OPS = frozenset({"sum", "avg", "prod", "min", "max"})
@@ -103,8 +95,8 @@ def resolve_reduction(
     An average becomes a sum with ``scale / size``. For a prefix reduction (``of_some``) it remains
     an average, because each rank divides by another number of terms.
     """
-    reduce_op = parse_op(verb, op)
-    factor = check_op_and_scale(verb, dtype, reduce_op, scale)
+    reduce_op = call_arrays.parse_op(verb, op)
+    factor = call_arrays.check_op_and_scale(verb, dtype, reduce_op, scale)
     if reduce_op is ReduceOp.AVG and not of_some:
         return ReduceOp.SUM, factor / size
     return reduce_op, factor
@@ -158,13 +150,8 @@ def _run_list(group: Membership, verb: Verb, xs: Sequence[Any], args: dict[str, 
     return AllOf(results) if args["async_op"] else results
 
 
-def _prepare(
-    group: Membership, verb: Verb, x: Any, args: dict[str, Any], received: list[int] | None = None
-) -> Callable[[], Any]:
-    """Check all arguments. Return a function that starts the call and returns its result.
-
-    ``args`` maps the names of the other arguments to their values.
-    """
+def _prepare(group: Membership, verb: Verb, x: Any, args: dict[str, Any]) -> Callable[[], Any]:
+    """Check all arguments. Return a function that starts the call and returns its result."""
     name, op, scale = verb.name, ReduceOp.SUM, 1.0
     root = args["root"]  # a digest of shapes, if arrays were packed
     if verb.rooted:
@@ -178,7 +165,7 @@ def _prepare(
     rows = checks.check_rows(name, array, args["rows"], group.size) if verb.cuts else None
     own_rows = None if rows is None else rows[group.rank]
     call = Call(verb, None, op, scale, root, rows=rows, blocking=not args["async_op"])
-    call.received = received
+    call.received = args["received"]
     space = NEW
     if not verb.in_place:
         out = args["out"] if verb.fills(group.rank, root) else None
@@ -240,7 +227,7 @@ def prepare_output(
 
 def pack_input(array: Array, space: Output) -> Array:
     packed = as_packed(array)
-    if space.packed is not None and may_overlap(packed, space.packed):
+    if space.packed is not None and call_arrays.may_overlap(packed, space.packed):
         return packed.copy()
     return packed
 
@@ -321,7 +308,7 @@ def native_entry(verb: Verb, **constants: Any) -> Callable[[F], F]:
 COLLECTIVE = None  # stands for a collective in ``begun`` of ``reject_together``
 
 
-class reject_together:
+class reject_together(contextlib.AbstractContextManager[Any]):
     """A ``with`` block in which a rank checks arguments. If it raises, the other ranks raise too.
 
     ``begun`` lists the calls that the other ranks make in the block, and that this rank omits if it
@@ -338,9 +325,6 @@ class reject_together:
         self._group, self._verb, self._outcome = group, verb, outcome
         self._begun, self._arrays = begun, arrays
         self._calls = group.journal.count[0] if first else None
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         group = self._group

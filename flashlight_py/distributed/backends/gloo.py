@@ -17,7 +17,7 @@ from flashlight_py import _native, errors
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_work import NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, peer_lost
+from flashlight_py.distributed.failures import wording
 from flashlight_py.distributed.rendezvous.secret import derived_key, nonce
 from flashlight_py.distributed.rendezvous.store import Peer, Store, Subgroup, Waiting, this_process
 
@@ -53,10 +53,8 @@ class GlooBackend(NativeBackend):
     """Backend that connects the ranks of ``store`` over TCP. Creation is collective and blocks.
 
     Args:
-        store: Store of the ranks.
         address: Local address of the sockets, of the same family on all ranks.
-        timeout: Seconds that one operation may take.
-        joining: Seconds that connecting may take.
+        timeout, joining: Seconds that one operation and that connecting may take.
         key: Secret of the job. Both ends of a connection prove that they know it.
         host_timeout: Seconds of silence after which a host is lost (csrc/gloo/heartbeat.h). All
             ranks use the largest value of any rank. If any rank passes 0, no rank has a limit.
@@ -65,12 +63,8 @@ class GlooBackend(NativeBackend):
         is_watched: True if a larger group watches the hosts and aborts this group after a loss.
         at_once: If True, no call returns before all ranks have made the call, also in subgroups.
 
-    Raises:
-        BackendUnavailableError: If the native extension or the interface is missing, or this rank
-            cannot listen for heartbeats of other hosts.
-        PeerLostError: If the process of a rank has ended.
-        CollectiveTimeoutError: If a rank does not connect within ``joining`` seconds, or another
-            program answers at the address of a rank.
+    Raises BackendUnavailableError, PeerLostError, or CollectiveTimeoutError if a rank does not
+    connect or another program answers at the address of a rank.
     """
 
     kind = DistributedBackend.GLOO
@@ -103,10 +97,7 @@ class GlooBackend(NativeBackend):
             self.close()
             raise
 
-    @property
-    def network(self) -> GlooBackend:
-        """This backend. Subgroups share its connections."""
-        return self
+    network = property(lambda self: self)  # subgroups share its connections
 
     def subgroup(self, ranks: Sequence[int], count: int, is_flat: bool) -> Subgroup:
         """Return a ``Subgroup``. Its number consists of ``count`` and the subgroup's first rank."""
@@ -172,7 +163,7 @@ class GlooBackend(NativeBackend):
         if not dead:
             return None
         where, advice = f"[{doing}] {self.name}", "Read its output"
-        return peer_lost(self, where, dead, "its process has ended", advice)
+        return wording.peer_lost(self, where, dead, "its process has ended", advice)
 
     def propagate_host_loss(self, other: NativeBackend) -> None:
         """If this group loses a host, abort ``other`` too, even if this group runs no call."""
@@ -182,7 +173,7 @@ class GlooBackend(NativeBackend):
         function = self.ffi.cast("int (*)(void *, const char *)", give_up)
         pointer = self.ffi.cast("void *", other._address_of(other.group))
         self._kept.append(other.group)  # ``other`` must be freed after this group
-        advice = f". {HOST_ADVICE}. {UNUSABLE}".encode()
+        advice = f". {wording.HOST_ADVICE}. {wording.UNUSABLE}".encode()
         self._do("take_along", self.group, function, pointer, advice)
 
 

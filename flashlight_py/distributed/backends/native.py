@@ -20,23 +20,11 @@ from flashlight_py._native import codes
 from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.backend import Backend, EntryPoints, dropped
-from flashlight_py.distributed.backends import callers, native_errors
-from flashlight_py.distributed.backends.native_work import (
-    COMPARED,
-    GATHERED,
-    SCATTERED,
-    NativeWork,
-    freed_by,
-    light_work,
-)
+from flashlight_py.distributed.backends import callers, native_errors, native_work
+from flashlight_py.distributed.backends.native_work import COMPARED, GATHERED, SCATTERED, NativeWork
+from flashlight_py.distributed.calls import arrays as call_arrays
 from flashlight_py.distributed.calls import call_site
-from flashlight_py.distributed.calls.arrays import (
-    check_out_rows,
-    dtype_digest,
-    dtype_name,
-    native_code,
-    row_bytes,
-)
+from flashlight_py.distributed.calls.arrays import check_out_rows, native_code, row_bytes
 from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Matched
 from flashlight_py.distributed.calls.journal import NATIVE, OBJECTS, SENDRECV, Journal, Ring, forked
 from flashlight_py.distributed.failures import abort
@@ -84,7 +72,7 @@ def signature_of(ffi: Any, call: Call, like: Array | None, code: int, root: int)
         kind = native_code(like.dtype) if holds is None or call.verb.reduces else MOVED
         if holds is not None or kind == MOVED:
             dtype_held, shape = holds or (like.dtype, shape)
-            number, text = dtype_digest(dtype_held), dtype_name(dtype_held)
+            number, text = call_arrays.dtype_digest(dtype_held), call_arrays.dtype_name(dtype_held)
             if len(native_errors.dtype_names) >= _SEEN:
                 native_errors.dtype_names.clear()
             native_errors.dtype_names[number], name = text, f"{text}{native_errors.NAMED}"
@@ -172,7 +160,7 @@ class NativeBackend(Backend):
             *(*of_group, self.timeout, self.packed_bytes),
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_call_site),
-            (AllOf, _raise_forked_error, light_work(fast), self._running),
+            (AllOf, _raise_forked_error, native_work.light_work(fast), self._running),
             *(ring.memory, ring.notes, call_site.hidden_files(), self.callers.threads),
             (self._first, dropped),
         )
@@ -180,7 +168,7 @@ class NativeBackend(Backend):
 
     def _owned(self, group: Any) -> Any:
         """Return the handle ``group``, which is freed when no reference to it remains."""
-        return freed_by(self.ffi, group, self.lib.fl_free, self._kept)
+        return native_work.freed_by(self.ffi, group, self.lib.fl_free, self._kept)
 
     def _begin(self, native: ModuleType, group: Any, at_once: bool = False) -> None:
         """Set the handle ``group``. If ``at_once``, a call returns only after all ranks made it."""
@@ -195,8 +183,8 @@ class NativeBackend(Backend):
         self._running.pop(work, None)
 
     def _do(self, name: str, group: Any, *args: Any) -> None:
-        """Call a function of the library; raise DistributedError if the function fails."""
-        if getattr(self.lib, f"fl_{name}")(group, *args):
+        """Call a function of the library, unless ``group`` is None (closed)."""
+        if group is not None and getattr(self.lib, f"fl_{name}")(group, *args):
             raise DistributedError(f"[{name}] {self.name}: the library failed: {self.reason()}")
 
     def reason(self) -> str:
@@ -444,9 +432,8 @@ class NativeBackend(Backend):
             work.wait()
 
     def abort(self, cause: str | DistributedError) -> None:
-        if (group := self.group) is not None:
-            text = native_errors.error_for_peers(self, cause)
-            self._do("give_up", group, text.encode(errors="replace"))
+        text = native_errors.error_for_peers(self, cause)
+        self._do("give_up", self.group, text.encode(errors="replace"))
 
     def lost(self, doing: str) -> DistributedError | None:
         if (group := self.group) is None:
@@ -458,16 +445,14 @@ class NativeBackend(Backend):
         return native_errors.failure(self, handle, status, doing, self.timeout, 0)
 
     def leave(self) -> None:
-        if (group := self.group) is not None:
-            self._do("leave", group)
+        self._do("leave", self.group)
 
     def is_busy(self) -> bool:
         return any(not work.is_completed() for work in list(self._running))
 
     def abandon(self) -> None:
         group, self.group, self._step = self.group, None, None
-        if group is not None:
-            self._do("abandon", group)
+        self._do("abandon", group)
 
     def close(self) -> None:
         """Fail pending operations and stop the native threads.
@@ -475,9 +460,8 @@ class NativeBackend(Backend):
         If a signal handler closes the group, the call that it interrupted ends after the handler.
         """
         group, self.group, self._step, self._kept = self.group, None, None, []
-        if group is not None:
-            self._first.clear()
-            self._do("close", group)
+        self._first.clear()
+        self._do("close", group)
         self._running.clear()
 
 

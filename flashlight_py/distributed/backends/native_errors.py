@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from flashlight_py import errors
 from flashlight_py._native import codes
 from flashlight_py._native.codes import DTYPES, MOVED
 from flashlight_py.distributed.calls.arrays import MIN_DTYPE_DIGEST
@@ -14,13 +15,7 @@ from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures import abort, wording
 from flashlight_py.distributed.rendezvous.store import MOST_RANKS
 from flashlight_py.distributed.verbs import BARRIER, VERBS
-from flashlight_py.errors import (
-    CollectiveTimeoutError,
-    DistributedError,
-    GroupClosedError,
-    MismatchError,
-    PeerLostError,
-)
+from flashlight_py.errors import DistributedError, MismatchError, PeerLostError
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.native import NativeBackend
@@ -75,12 +70,12 @@ def failure(
             return deadlock(where, waiting, elsewhere, limit)
         last = _last_calls(backend, handle, missing, number)
         late = wording.did_not_join(where, f"{who} did not join", limit, text, processes, last)
-        return CollectiveTimeoutError(late)
+        return errors.CollectiveTimeoutError(late)
     kind = DistributedError
     if status == lib.FL_CLOSED:
         because = f" because of {who}" if missing else ""
         text = f"the group cannot be used any more{because}: {_WORDS_FOR_OTHERS.sub('', text)}"
-        kind = GroupClosedError
+        kind = errors.GroupClosedError
     return kind(f"{where}: {text}")
 
 
@@ -107,7 +102,7 @@ def error_for_peers(backend: Any, cause: str | DistributedError) -> str:
         return _LOST + wording.peer_raised(who, process, cause)
     if isinstance(cause, PeerLostError) and cause.for_others:
         return _LATE + cause.for_others
-    kind = _LATE if isinstance(cause, CollectiveTimeoutError) else _LOST
+    kind = _LATE if isinstance(cause, errors.CollectiveTimeoutError) else _LOST
     kind = _DIFFERENT if isinstance(cause, MismatchError) else kind
     return kind + re.split(r"\[\w+\] rank \d+ of \d+: ", str(cause), maxsplit=1)[-1]
 
@@ -123,7 +118,7 @@ def received_error(where: str, words: str) -> DistributedError:
     text = f"{where}: {wording.indented_traceback(words[1:])}"
     if words.startswith(_DIFFERENT):
         return MismatchError(text, group_lives=False)
-    return CollectiveTimeoutError(text) if words.startswith(_LATE) else PeerLostError(text)
+    return errors.CollectiveTimeoutError(text) if words.startswith(_LATE) else PeerLostError(text)
 
 
 def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> MismatchError:

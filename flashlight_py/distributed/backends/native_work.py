@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 # Maximum seconds of one wait inside the library; signal handlers (Ctrl-C) run between waits.
 _SLICE_SECONDS = 0.1
 
-# Placeholders for a result that the library has received: rows of all ranks, or one part.
-GATHERED, SCATTERED = object(), object()
-# Placeholder for the result of a comparison, which may include the row counts of all ranks.
-COMPARED = object()
-
 
 def freed_by(ffi: Any, pointer: Any, free: Callable[[Any], object], kept: object = None) -> Any:
     """Return ``pointer``. Its garbage collection calls ``free(pointer)`` and releases ``kept``.
@@ -55,7 +50,7 @@ def light_work(fast: Any) -> Any:
 class NativeWork(Work):
     """A native operation. It keeps the objects in ``kept`` alive.
 
-    ``wait`` returns ``result``, or the received array if ``result`` is a placeholder such as
+    ``wait`` returns ``result``, or the received array if ``result`` is a function such as
     ``GATHERED``. ``like``, ``out`` and ``root`` are arguments of the call. ``made`` is None, or an
     array for the result of a gather in which all ranks pass equal row counts.
     """
@@ -92,12 +87,8 @@ class NativeWork(Work):
                 backend.journal.record_failure(self.id, error)
                 self.id = 0  # record the call once, even if several threads wait
             raise error
-        if self._result is GATHERED:
-            self._result = self._gathered()
-        elif self._result is SCATTERED:
-            self._result = self._scattered()
-        elif self._result is COMPARED:
-            self._result = self._compared()
+        if callable(self._result):
+            self._result = self._result(self)
         return self._result
 
     def _status(self, seconds: float) -> int:
@@ -180,3 +171,7 @@ class NativeWork(Work):
         """Return address and length of the received bytes. NULL: the result array contains them."""
         count = self._backend.ffi.new("size_t *")
         return self._lib.fl_op_output(self._handle, count), count[0]
+
+
+# Functions that return a result from received data: rows of all ranks, one part, or calls.
+GATHERED, SCATTERED, COMPARED = NativeWork._gathered, NativeWork._scattered, NativeWork._compared

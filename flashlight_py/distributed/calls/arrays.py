@@ -69,17 +69,9 @@ def as_array(
 ) -> Array:
     """Return ``value`` as a NumPy or CuPy array of the same memory.
 
-    Args:
-        verb: Name of the verb in errors.
-        value: An array of any library, or a Variable.
-        writes: True if the verb writes into the array.
-        of_any_dtype: True if the verb does not compute. Any dtype without objects is then valid.
-        mutable: True to return a copy if the array is immutable.
-
-    Raises:
-        TypeError: If ``value`` is no array, or its dtype cannot be sent.
-        ValueError: If the array is read-only and the verb writes into it, if a tensor requires
-            grad, or if a Variable was computed from other Variables and needs a gradient.
+    ``writes``: ``verb`` writes into the array. ``of_any_dtype``: the verb does not compute, so any
+    dtype without objects is valid. ``mutable``: return a copy if the array is immutable. Raises
+    TypeError or ValueError if the verb cannot use ``value``.
     """
     array = value if type(value) is np.ndarray else _unwrap(verb, value, writes)
     if not of_any_dtype or array.dtype.hasobject or is_cupy(array):
@@ -290,14 +282,7 @@ def identity_of(op: ReduceOp, dtype: np.dtype[Any]) -> Any:
 
 
 def check_op_and_scale(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float) -> float:
-    """Return ``scale`` as a float if ``op`` and ``scale`` are valid for ``dtype``.
-
-    Raises:
-        TypeError: If ``dtype`` does not support ``op`` (sum of bool, min of complex, average of
-            integers, ``"and"`` of floats, dates except by min and max), or ``scale`` is not real.
-        ValueError: If ``scale`` is not finite, would give fractions in an integer array, or is not
-            1 for a bitwise or logical operation.
-    """
+    """Return ``scale`` as a float. Raises an error if ``dtype`` has no such ``op`` or ``scale``."""
     if isinstance(scale, complex) or not hasattr(scale, "__float__"):
         raise TypeError(f"{verb}: scale must be a real number, got {type(scale).__name__}")
     try:

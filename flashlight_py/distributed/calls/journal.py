@@ -215,10 +215,6 @@ class Journal(Ring):
             raise
         record.ended = monotonic_ns()
 
-    def begin(self, verb: str, array: Any, op: ReduceOp) -> Record:
-        """Count and record a call that begins now. The caller must record its end."""
-        return self._begin((self.name, self._count(), verb, array.dtype, array.shape, op), 4)
-
     def record_rejection(self, verb: str, error: Exception, peer: int | None = None) -> None:
         """Count and record a call that did not begin because a rank raised ``error``."""
         number = self._count() if peer is None else 0
