@@ -146,6 +146,7 @@ class PortableBackend(Backend):
         self._thread: threading.Thread | None = None
         self._ended: Error | None = None  # the error of later calls; None: the group is usable
         self._cause: Error | None = None  # the error that ended the group
+        self._unread: Error | None = None  # the same, if no operation has raised it
         self._abort: ReceivedFrame | None = None  # the frame by which another rank ended the group
         self._served = 0  # rank of the last received message
         self._has_left = False  # whether this rank begins no more messages
@@ -209,8 +210,9 @@ class PortableBackend(Backend):
             with self._turn:
                 operation = PortableWork(self, call)
                 self.works[operation] = None
-                if self._ended is not None:
-                    operation.end(error=self._ended(operation.where))
+                if (ended := self._unread or self._ended) is not None:
+                    operation.end(error=ended(operation.where))
+                    self._unread = None
                 else:
                     self._begin(operation)
             if call.blocking:
@@ -383,7 +385,12 @@ class PortableBackend(Backend):
 
     def _receive(self, seconds: float) -> None:
         """Wait for frames and handle them."""
-        ready = self._selector.select(min(seconds, _SLICE_SECONDS))
+        try:
+            ready = self._selector.select(min(seconds, _SLICE_SECONDS))
+        except (OSError, ValueError):
+            if self._ended is _closed:  # by a signal handler or another thread, meanwhile
+                return
+            raise
         thread = threading.get_ident()
         is_inside = thread in self.callers.threads
         try:
@@ -583,7 +590,7 @@ class PortableBackend(Backend):
 
     def _break(self, operation: PortableWork, ranks: Sequence[int], make: Error) -> None:
         """End the group on all ranks, because of ``ranks``."""
-        operation.end(error=(error := make(operation.where)))
+        error = make(operation.where)
         for link in self.links.values():
             self._send_abort(link, ranks[0], error)
         self._fail(make, ranks)
@@ -598,6 +605,7 @@ class PortableBackend(Backend):
             because = f" because of {self._names(ranks)}" if ranks else ""
             text = f"{_UNUSABLE}{because}: {str(make('')).removeprefix(': ')}"
             self._cause, self._ended = make, lambda where: GroupClosedError(f"{where}: {text}")
+            self._unread = None if self._pending() else make
         for operation in self._pending():
             operation.end(error=make(operation.where))
         self._queue.clear()
@@ -618,7 +626,7 @@ class PortableBackend(Backend):
                 self._send_abort(link, self.rank, cause)
             text = native_errors.error_for_peers(self, cause)[1:]
             self._fail(lambda where: GroupClosedError(f"{where}: {text}"))
-            self._cause = self._ended
+            self._cause, self._unread = self._ended, None
 
     def lost(self, doing: str) -> DistributedError | None:
         where = f"[{doing}] {self.name}"
@@ -658,10 +666,9 @@ class PortableBackend(Backend):
             for link in self.links.values():
                 link.send(FrameKind.LEFT, self.count[0])
             self._fail(_closed)
-            self._ended = self._cause = _closed
+            self._ended, self._cause, self._unread = _closed, _closed, None
+            self._selector.close()
             for link in self.links.values():
-                if not link.is_over:
-                    self._selector.unregister(link.sock)
                 link.close()
 
     def abandon(self) -> None:
