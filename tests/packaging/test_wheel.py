@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -142,6 +143,12 @@ def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path
     assert sorted(shown.splitlines()) == ["[0] 0", "[1] 1"]
 
 
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "home"
+    shutil.rmtree(tmp_path / "home", ignore_errors=True)  # 100 MB
+
+
 def machine_with(version: str, home: Path, *packages: str) -> Machine:
     """Return a machine with an environment of this Python version."""
     release, python = DEBIAN.get(version), ""
@@ -177,9 +184,9 @@ def install(at: Machine, version: str, file: Path, *more: str, **variables: str)
 
 @NEEDS_ROOT
 @pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13", "3.14"])
-def test_wheel_adds_arrays_within_seconds(version: str, release: Release, tmp_path: Path) -> None:
+def test_wheel_adds_arrays_within_seconds(version: str, release: Release, home: Path) -> None:
     """A normal user of a system without compiler, apt and MPI installs it."""
-    seconds = install(machine_with(version, tmp_path / "home"), version, release.native)
+    seconds = install(machine_with(version, home), version, release.native)
     print(f"Python {version}: {seconds:.1f} s")
     assert seconds <= 15
 
@@ -189,10 +196,10 @@ def test_wheel_adds_arrays_within_seconds(version: str, release: Release, tmp_pa
     ("compilers", "shm"), [(["g++", "libpython3.11-dev"], "ok"), ([], "missing")]
 )
 def test_source_installs_without_gloo(
-    compilers: list[str], shm: str, release: Release, tmp_path: Path
+    compilers: list[str], shm: str, release: Release, home: Path
 ) -> None:
     """With a compiler the package has shared memory, without one the portable backend."""
-    at = machine_with("3.11", tmp_path / "home", *compilers)
+    at = machine_with("3.11", home, *compilers)
     install(at, "3.11", release.source, "setuptools", **without(*EXTENSIONS[1:-1]))
     report = at.run("python", "-m", "flashlight_py.doctor")
     state_of = states(report)
