@@ -20,9 +20,8 @@ from flashlight_py.distributed.backends.nccl.communicator import (
     poll,
 )
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begins_at_once, compared
-from flashlight_py.distributed.backends.nccl.launching import Launcher, Step
+from flashlight_py.distributed.backends.nccl.launching import BYTES, OPS, Launcher, Step, form_of
 from flashlight_py.distributed.backends.nccl.library import version_text
-from flashlight_py.distributed.backends.nccl.reduction import BYTES, OPS, form_of
 from flashlight_py.distributed.calls.arrays import check_out_rows, row_bytes, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import RESULTS, split_rows
