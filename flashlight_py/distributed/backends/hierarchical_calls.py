@@ -138,9 +138,11 @@ class HostCalls:
         self._exchange(call.array, inside, Call(call.verb, root=home))
         return call.array
 
-    def _exchange(self, array: Array, inside: Call | None, between: Call) -> None:
+    def _exchange(
+        self, array: Array, inside: Call | None, between: Call, is_shared: bool = True
+    ) -> None:
         """Run the calls ``inside`` and then ``between`` (on leaders only) for each chunk of
-        ``array``; then ``_share`` the chunk."""
+        ``array``; then ``_share`` the chunk, if ``is_shared``."""
         flat, index = array.reshape(-1), self._inside.rank
         before: tuple[Sequence[Array], Work] = (), _DONE
         for chunk in cut_evenly(flat, max(1, array.nbytes // _CHUNK_BYTES)):
@@ -152,7 +154,7 @@ class HostCalls:
                 options = {"seconds": self.far, "blocking": chunk.size == array.size}
                 work = self._between.start(replace(between, array=parts[index], **options))
             self._share(*before)
-            before = parts, work
+            before = parts if is_shared else (), work
         self._share(*before)
 
     def _share(self, sections: Sequence[Array], work: Work = _DONE) -> None:
@@ -163,11 +165,15 @@ class HostCalls:
         for leader, part in enumerate(sections):
             self._inside.start(Call(BROADCAST, part, root=leader, seconds=patience)).wait()
 
-    def reduce(self, call: Call) -> Array:
-        """Run an all_reduce, for which all leaders send in parallel. Only the root keeps it."""
+    def reduce(self, call: Call) -> Any:
+        """Reduce inside each host, then between hosts to the host of the root."""
+        first, last = factors(call.array.dtype, call.op, call.scale)
+        home, inside = self._host_of[call.root], Call(ALL_REDUCE, None, call.op, first)
         array = call.array if self._rank == call.root else call.array.copy()
-        self.all_reduce(replace(call, verb=ALL_REDUCE, array=array))
-        return call.array  # type: ignore[no-any-return]
+        between = Call(call.verb, None, call.op, last, home)
+        self._exchange(array, inside, between, is_shared=self._home == home)
+        self._runs_ahead()
+        return call.array
 
     def all_gather(self, call: Call, rows: Sequence[int]) -> Array:
         """Gather the arrays of all ranks; ``rows`` has a row count for each rank, host by host."""
