@@ -98,6 +98,10 @@ def test_programs_of_the_documents_run(command: Any, tmp_path: Path) -> None:
         options = command(sys.executable, "-m", "flashlight_py.launch", "-n", 2, file)
         done = run(options.pop("args"), **options)
         assert done.returncode == 0, done.stdout + done.stderr
+        if "distributed_init" in program:
+            lines = (done.stdout + done.stderr).splitlines()
+            (line,) = (line for line in lines if "the portable backend in Python is used" in line)
+            assert "pip install --force-reinstall" in line
 
 
 @pytest.mark.parametrize("kind", PARENTS)
