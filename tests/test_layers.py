@@ -34,6 +34,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "checks": (),
     "names": (),
     "cores": (),
+    "kinds": ("device",),
+    "blas": ("libraries", "system"),
     # The program of a rank imports the package (""), like a user's script.
     "processes.rank_main": ("launch", ""),
     "processes": ("system",),
@@ -51,13 +53,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "distributed.rendezvous": ("errors", "interfaces", "system"),
     "distributed": (
         *("errors", "tracebacks", "device", "checks", "cores", "interfaces", "libraries"),
-        *("names", "_native", "system", "structure"),
+        *("names", "_native", "system", "structure", "kinds", "blas"),
     ),
     "libraries": (),
     "tape": (*FRAMEWORK, "meter", "distributed", "parallel", "libraries", "structure", "_native"),
     # Workers are processes that this process starts, like the ranks of spawn.
-    "parallel.workers": (*FRAMEWORK, "cores", "distributed", "launch"),
-    "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "names", "structure", "_native"),
+    "parallel.workers": (*FRAMEWORK, "blas", "cores", "distributed", "launch"),
+    "parallel": (
+        *(*FRAMEWORK, "dataset", "meter", "distributed", "names", "structure", "_native"),
+        *("kinds", "blas"),
+    ),
     "tagi.distributed": ("tagi", "errors", "device", "distributed", "parallel"),
     "tagi": ("errors", "device", "random", "kernels", "erf", "names", "_native"),
     "trace": ("errors", "distributed"),

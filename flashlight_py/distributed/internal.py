@@ -16,7 +16,6 @@ from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.call import COMPOSED, PASS_FAILED, Call, Matched
 from flashlight_py.distributed.calls.call_site import caller, hide_folder
 from flashlight_py.distributed.calls.checks import bounds, check_rank
-from flashlight_py.distributed.calls.kinds import is_instance
 from flashlight_py.distributed.constants import LinearOp, ReduceOp
 from flashlight_py.distributed.failures import abort, flight_record
 from flashlight_py.distributed.failures.flight_record import dump, read_fields
@@ -30,7 +29,7 @@ from flashlight_py.distributed.rendezvous import store as rendezvous
 from flashlight_py.distributed.rendezvous.secret import REMEDY as SECRET_REMEDY
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.tcp_store import is_local
-from flashlight_py.distributed.start import blas, initialize
+from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import MOST_SECONDS, Settings, requested_interface
 from flashlight_py.distributed.start.world import current_world, group_or_world
 from flashlight_py.distributed.verbs import ALL_REDUCE, RECV, SCATTER, SEND, Verb

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from flashlight_py import blas
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, to_device
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.internal import blas, caller, exchange_bytes, group_or_world
+from flashlight_py.distributed.internal import caller, exchange_bytes, group_or_world
 from flashlight_py.errors import MismatchError
 
 _CORE_TYPE, _FEATURES = "BLAS core type", "CPU features that NumPy uses"

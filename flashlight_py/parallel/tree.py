@@ -33,7 +33,8 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.internal import call_arrays, is_instance
+from flashlight_py.distributed.internal import call_arrays
+from flashlight_py.kinds import is_instance
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer, LearningRateSchedule
 from flashlight_py.parallel.agreement import reject_sharded

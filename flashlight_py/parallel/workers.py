@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from flashlight_py import random
+from flashlight_py import blas, random
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import on_backward_end
 from flashlight_py.autograd.graph import Walk
@@ -29,7 +29,7 @@ from flashlight_py.autograd.variable import record, record_in_order
 from flashlight_py.cores import check_processes, thread_variables, usable_cores
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed import get_local_size
-from flashlight_py.distributed.internal import blas, check_integer, memory_file, memory_room
+from flashlight_py.distributed.internal import check_integer, memory_file, memory_room
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps, main_can_be_imported

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashlight_py.distributed.start import blas
+from flashlight_py import blas
 from flashlight_py.doctor import mpirun_command
 from flashlight_py.testing import ranks as testing
 from tests.distributed import launched, processes

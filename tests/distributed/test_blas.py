@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flashlight_py import blas
 from flashlight_py.cores import usable_cores
-from flashlight_py.distributed.start import blas
 from flashlight_py.launch.ranks import rank_variables
 from tests.distributed.jobs import finish, start
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 PROGRAM = """
 import sys
 import flashlight_py as fl
-from flashlight_py.distributed.start import blas
+from flashlight_py import blas
 ((get_threads, set_threads, *_),) = blas._loaded()
 if sys.argv[1:]:
     set_threads(int(sys.argv[1]))

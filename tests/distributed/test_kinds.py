@@ -234,7 +234,7 @@ def test_verbs_reject_jax_arrays_without_numbers(jax: Any) -> None:
 
 def test_large_jax_result_uses_the_memory_of_its_only_copy(jax: Any) -> None:
     x = jax.numpy.ones(1 << 20)
-    address = fl.distributed.calls.kinds.copy_to_fill(np.asarray(x))
+    address = fl.kinds.copy_to_fill(np.asarray(x))
     got = jax.device_put(address)
     assert got.unsafe_buffer_pointer() == address.ctypes.data
 

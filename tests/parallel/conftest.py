@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flashlight_py import random
-from flashlight_py.distributed.start import blas
+from flashlight_py import blas, random
 from flashlight_py.parallel import fully_sharded
 
 

@@ -13,10 +13,10 @@ from flashlight_py.distributed.calls.arrays import as_array, may_overlap
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
 from flashlight_py.distributed.calls.checks import OverlapCheck, check_rank
 from flashlight_py.distributed.calls.journal import SENDRECV
-from flashlight_py.distributed.calls.kinds import user_result
 from flashlight_py.distributed.groups.membership import Membership, members_of, world_fast
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
+from flashlight_py.kinds import user_result
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
 

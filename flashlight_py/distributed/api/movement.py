@@ -18,12 +18,12 @@ from flashlight_py.distributed.calls.arrays import as_array, check_out_rows, enc
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import OverlapCheck, check_rank, check_rows, row_counts
 from flashlight_py.distributed.calls.combining import split_rows
-from flashlight_py.distributed.calls.kinds import user_result
 from flashlight_py.distributed.failures.wording import different_calls
 from flashlight_py.distributed.groups.membership import Membership, members_of
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER
 from flashlight_py.distributed.work import Then, Work
 from flashlight_py.errors import MismatchError
+from flashlight_py.kinds import user_result
 
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 

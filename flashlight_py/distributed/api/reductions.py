@@ -18,10 +18,10 @@ from flashlight_py.distributed.calls.arrays import as_array, identity_of, pack_t
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import NUMBERS, OverlapCheck, as_number
 from flashlight_py.distributed.calls.combining import split_rows
-from flashlight_py.distributed.calls.kinds import user_result
 from flashlight_py.distributed.constants import Op, ReduceOp
 from flashlight_py.distributed.groups.membership import Membership, members_of
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
+from flashlight_py.kinds import user_result
 
 __all__ = ["all_reduce", "reduce", "reduce_scatter", "scan", "exscan"]
 __all__ += ["all_reduce_location", "all_reduce_multiple"]

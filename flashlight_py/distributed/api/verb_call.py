@@ -25,12 +25,12 @@ from flashlight_py.distributed.calls import checks
 from flashlight_py.distributed.calls.arrays import LOGICAL, Terms, as_array, native_code, pack_terms
 from flashlight_py.distributed.calls.call import Call, P2POp
 from flashlight_py.distributed.calls.journal import SENDRECV
-from flashlight_py.distributed.calls.kinds import OTHER, as_numpy, kind_of, user_result
 from flashlight_py.distributed.constants import Op, ReduceOp
 from flashlight_py.distributed.groups.membership import Membership, members_of, world_fast
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Then, Work
 from flashlight_py.errors import BackendUnavailableError, DistributedError, MismatchError
+from flashlight_py.kinds import OTHER, as_numpy, kind_of, user_result
 from flashlight_py.tracebacks import message_of
 
 if TYPE_CHECKING:

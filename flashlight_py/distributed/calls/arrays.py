@@ -15,8 +15,8 @@ import numpy as np
 from flashlight_py._native import codes
 from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, array_module, as_packed, bfloat16, is_cupy, is_floating
-from flashlight_py.distributed.calls.kinds import BFLOAT16_BYTES, copy_to_fill, is_instance, kind_of
 from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.kinds import BFLOAT16_BYTES, copy_to_fill, is_instance, kind_of
 
 ACCEPTED = (
     "numpy.ndarray, cupy.ndarray, torch.Tensor, jax.Array, flashlight_py.Variable or an array with "

@@ -13,11 +13,11 @@ from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.api.verb_call import reject_together
 from flashlight_py.distributed.calls.arrays import as_array
 from flashlight_py.distributed.calls.checks import OverlapCheck
-from flashlight_py.distributed.calls.kinds import kind_of
 from flashlight_py.distributed.constants import DistributedConstants
 from flashlight_py.distributed.reducers.hook import Bucket, CommunicationHook, check_hook, views
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.distributed.work import Then, Work
+from flashlight_py.kinds import kind_of
 from flashlight_py.structure import HoldsState
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlight_py import _native, errors
+from flashlight_py import _native, blas, errors
 from flashlight_py.cores import affinity, fair_share
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.calls.call import SHUTDOWN, Call
@@ -29,7 +29,6 @@ from flashlight_py.distributed.rendezvous.store import (
     shared_process_error,
     this_process,
 )
-from flashlight_py.distributed.start import blas
 from flashlight_py.distributed.start.joining import connect, joiner
 from flashlight_py.distributed.start.settings import Settings, read_init_method
 from flashlight_py.distributed.start.store_choice import StoreFactory, choose_store

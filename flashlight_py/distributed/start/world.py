@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from flashlight_py import system
+from flashlight_py import blas, system
 from flashlight_py.checks import check_integer
 from flashlight_py.device import cuda
 from flashlight_py.distributed.api.group import ProcessGroup
@@ -18,7 +18,6 @@ from flashlight_py.distributed.failures.flight_record import new_job
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.memory.topology import DeviceRule
 from flashlight_py.distributed.rendezvous.environment import ALONE, launch_description
-from flashlight_py.distributed.start import blas
 
 
 @dataclass(frozen=True)
