@@ -9,7 +9,6 @@ import secrets
 import signal
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,7 +52,7 @@ class Start:
             with _registered_rank(self.key), self._environment(rank, rendezvous):
                 return self._call(rank)
         except BaseException as error:  # noqa: BLE001 - ``run`` raises it in the calling program
-            return Failure.of_exception(error, time.monotonic())
+            return Failure.of_exception(error)
 
     def _call(self, rank: int) -> bytes:
         import flashlight_py as fl

@@ -8,8 +8,7 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, TypeVar
 
@@ -81,46 +80,45 @@ def _attempt(context: Any, start: Start, call: SpawnCall) -> list[bytes]:
         return ranks.mapPartitions(lambda _: _serve(start)).collect()  # type: ignore[no-any-return]
 
     cancel = partial(context.cancelJobsWithTag, start.key)
-    try:
-        results = interruptible(call, stage, cancel, InheritableThread)
-    except Exception as error:
-        if rank_error := _failure(call, str(error)):
-            raise rank_error from None
-        raise
-    return [pickled for _, pickled in sorted(results)]
+    return engine.follow(call, SparkRanks(stage, cancel, InheritableThread))
 
 
-def interruptible(
-    call: SpawnCall,
-    work: Callable[[], T],
-    cancel: Callable[[], None],
-    thread_type: type[threading.Thread] = threading.Thread,
-) -> T:
-    """Run ``work`` in a thread of type ``thread_type`` and return its result.
+class SparkRanks:
+    """The ranks of one attempt: the tasks of the job that ``stage`` runs, in a thread.
 
-    On timeout or Ctrl-C, ``cancel`` is called repeatedly until the thread ends, because it has no
-    effect until ``work`` has started a job. Raises the exception of ``work``, or TimeoutError.
+    ``stage`` returns the rank and the result of each task. ``end`` repeats ``cancel`` until the
+    thread ends, because it has no effect until ``stage`` has started the job.
     """
-    outcome: Future[T] = Future()
 
-    def run_work() -> None:
+    def __init__(
+        self,
+        stage: Callable[[], list[tuple[int, bytes]]],
+        cancel: Callable[[], None],
+        thread_type: type[threading.Thread] = threading.Thread,
+    ) -> None:
+        self._stage, self._cancel = stage, cancel
+        self._ended: engine.Outcomes | Exception = {}
+        self._thread = thread_type(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
+        self._thread.join(engine.seconds_until(until))
+        if isinstance(self._ended, Exception):
+            raise self._ended
+        return self._ended
+
+    def end(self) -> None:
+        while self._thread.is_alive():
+            self._cancel()
+            self._thread.join(_CANCEL_SECONDS)
+
+    def _run(self) -> None:
         try:
-            outcome.set_result(work())
-        except Exception as error:  # noqa: BLE001 - the waiting thread raises it
-            outcome.set_exception(error)
-
-    thread = thread_type(target=run_work, daemon=True)
-    thread.start()
-    try:
-        thread.join(engine.seconds_until(call.ends))
-        is_late = thread.is_alive()
-    finally:
-        while thread.is_alive():
-            cancel()
-            thread.join(_CANCEL_SECONDS)
-    if is_late:
-        raise call.late(range(call.size))
-    return outcome.result()
+            self._ended = dict(self._stage())
+        except Exception as error:  # noqa: BLE001 - ``outcomes`` raises it
+            self._ended = _failures(str(error)) or error
 
 
 def _serve(start: Start) -> Iterator[tuple[int, bytes]]:
@@ -138,10 +136,12 @@ def _serve(start: Start) -> Iterator[tuple[int, bytes]]:
     raise RuntimeError(f"{outcome.description}; flashlight rank {rank} failed: {report}!")
 
 
-def _failure(call: SpawnCall, text: str) -> Exception | None:
+def _failures(text: str) -> engine.Outcomes:
+    """Return the failure of the rank that Spark names in ``text``, the message of its exception."""
     if match := _REPORT.search(text):
         failure = pickle.loads(base64.b64decode(match[2]))
-        return call.failed(int(match[1]), failure._replace(at=time.monotonic()))
+        # A rank that failed because of another rank has already waited for the report of the cause.
+        return {int(match[1]): failure._replace(at=time.monotonic(), follows=0)}
     if match := _LOST.search(text):
-        return call.failed(int(match[1]), engine.lost_rank(match[2]))
-    return None
+        return {int(match[1]): engine.lost_rank(match[2])}
+    return {}

@@ -52,9 +52,9 @@ class Failure(NamedTuple):
     exit_code: int | None = None
 
     @classmethod
-    def of_exception(cls, error: BaseException, at: float) -> Failure:
+    def of_exception(cls, error: BaseException) -> Failure:
         """Describe the exception of a rank. ``SystemExit`` is described like an exit."""
-        text = folded(error).rstrip()
+        text, at = folded(error).rstrip(), system.monotonic()
         if isinstance(error, SystemExit):
             # The same rule as Python's for the argument of ``sys.exit``.
             code = error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -61,7 +61,7 @@ class SshAgent:
         self._pulse = Pulse(loop, lost_after, beat, self._on_silence, is_connected=False)
         self._reader = Reader(self._output.fileno(), self._pulse.on_data)
         loop.watch(self._output.fileno(), self._read)
-        loop.watch_child(self._process, self._on_exit, is_helper=True)
+        loop.watch_child(self._process, self._on_exit)
 
     def put(self, line: bytes) -> None:
         self._outgoing.put(line)

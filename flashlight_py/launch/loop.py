@@ -74,7 +74,6 @@ class Loop(Poll):
         self.on_signal: Callable[[signal.Signals], None] = lambda number: None
         self._pulses: list[Pulse] = []
         self._children: dict[int, tuple[system.Popen[bytes], Callable[[int], None]]] = {}
-        self._helpers: dict[int, system.Popen[bytes]] = {}
         self._signals, self._woken = system.pipe()
         for descriptor in (self._signals, self._woken):
             system.set_blocking(descriptor, False)
@@ -105,22 +104,11 @@ class Loop(Poll):
         with suppress(ValueError):
             self._pulses.remove(pulse)
 
-    def watch_child(
-        self, process: system.Popen[bytes], callback: Callable[[int], None], is_helper: bool = False
-    ) -> None:
-        """When ``process`` ends, call ``callback`` with its exit code or minus the signal number.
-
-        ``is_helper``: the process belongs to the launcher and does not end with the ranks.
-        """
+    def watch_child(self, process: system.Popen[bytes], callback: Callable[[int], None]) -> None:
+        """Call ``callback`` when ``process`` ends, with its exit code or minus its signal."""
         self._children[process.pid] = process, callback
         if not SIGCHLD:
             system.Thread(target=self._wait_for, args=(process,), daemon=True).start()
-        if is_helper:
-            self._helpers[process.pid] = process
-
-    def helpers(self) -> set[int]:
-        self._helpers = {pid: p for pid, p in self._helpers.items() if p.returncode is None}
-        return set(self._helpers)
 
     def reap(self) -> bool:
         """Reap all children that have ended; return True if other children remain."""

@@ -22,7 +22,7 @@ _CHUNK = 1 << 16
 _KILLED_SECONDS = 5.0  # seconds to wait for killed processes, which may hang in the kernel
 
 # Environment variables of ranks.
-RECORDS = "FLASHLIGHT_RECORDS"  # pipe to which ranks write the paths of their flight records
+RECORDS = "FLASHLIGHT_RECORDS"  # "descriptor:inode" of a list of flight records
 LISTENER = "FLASHLIGHT_LISTENER"  # the descriptor of rank 0's listening socket
 SECRET = "FLASHLIGHT_SECRET"  # secret of the job, which authenticates its ranks
 ADDRESSES = "FLASHLIGHT_ADDRESSES"  # addresses of rank 0's host; MASTER_ADDR is the first
@@ -238,7 +238,7 @@ def end_leftovers(loop: Loop, grace: float) -> list[int]:
     """
 
     def remaining_processes() -> set[int]:
-        return set(system.children()) - loop.helpers() if loop.reap() else set()
+        return set(system.children()) if loop.reap() else set()
 
     terminated: set[int] = set()
     ends = system.monotonic() + grace

@@ -8,51 +8,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flashlight_py import system
-from flashlight_py.launch.loop import Poll
 
 # Maximum bytes of one record (usually 0.2 MB) and of all records of a host.
 MOST_BYTES, MOST_BYTES_OF_HOST = 4 << 20, 64 << 20
 
 
-class RecordPipe:
-    """A pipe to which the ranks of a host write the paths of their flight records."""
-
-    def __init__(self, loop: Poll) -> None:
-        self._loop = loop
-        self._reading, self.descriptor = system.pipe()
-        for end in (self._reading, self.descriptor):
-            system.set_blocking(end, False)
-        self._text, self._is_open = b"", True
-        loop.watch(self._reading, self._read)
-
-    def variable(self) -> str:
-        """Return the value of the variable RECORDS: descriptor, and inode to identify the pipe."""
-        return f"{self.descriptor}:{system.fstat(self.descriptor).st_ino}"
-
-    def paths(self) -> Mapping[int, Path]:
-        """Return the path of the latest record of each rank that has written a record."""
-        self._read()
-        # Text after the last line end is incomplete.
-        entries = (line.partition(" ") for line in os.fsdecode(self._text).split("\n")[:-1])
-        return {
-            int(rank): Path(path)
-            for rank, _, path in entries
-            if rank.isdecimal() and os.path.isabs(path)
-        }
-
-    def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._loop.unwatch(self._reading)
-            system.close(self._reading)
-            system.close(self.descriptor)
-
-    def _read(self) -> None:
-        try:
-            while data := system.read(self._reading, 1 << 16):
-                self._text += data
-        except BlockingIOError:
-            pass
+def record_paths(lines: bytes) -> Mapping[int, Path]:
+    """Return the path of the latest record of each rank. A line has a rank and a path."""
+    # Text after the last line end is incomplete.
+    entries = (line.partition(" ") for line in os.fsdecode(lines).split("\n")[:-1])
+    return {
+        int(rank): Path(path)
+        for rank, _, path in entries
+        if rank.isdecimal() and os.path.isabs(path)
+    }
 
 
 def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None:

@@ -9,7 +9,6 @@ import mmap
 import os
 import pickle
 import sys
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -155,7 +154,7 @@ class WorkerShare:
                 try:
                     answer: Any = self._answer(*request)
                 except Exception as error:  # noqa: BLE001 - the parent raises any error
-                    failure, answer = Failure.of_exception(error, time.monotonic()), b""
+                    failure, answer = Failure.of_exception(error), b""
                     with suppress(TypeError):
                         answer = dumps(error)
             link.send((failure, answer, printed.getvalue()))

@@ -29,7 +29,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import spawn
@@ -63,7 +62,7 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001 - the parent raises it
         from flashlight_py.launch.failures import Failure
 
-        link.send(Failure.of_exception(error, time.monotonic()))
+        link.send(Failure.of_exception(error))
         if folder:
             import flashlight_py as fl
 

@@ -219,7 +219,7 @@ def run_tasks(link: Connection, rank: int) -> None:
             is_busy = False
         except (Exception, RankStuckError) as error:  # noqa: BLE001 - the caller decides
             is_busy = False
-            failure = Failure.of_exception(error, time.monotonic())
+            failure = Failure.of_exception(error)
             answer = pickle.dumps((None, failure._replace(traceback=traceback.format_exc())))
         link.send_bytes(answer)
 

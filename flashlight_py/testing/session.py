@@ -128,7 +128,7 @@ class ForkedRanks:
         report = yield
         if error is not None and (report.failed or hasattr(report, "wasxfail")):
             abort.report(error.value)  # the other ranks raise PeerLostError at once
-            failure = Failure.of_exception(error.value, time.monotonic())
+            failure = Failure.of_exception(error.value)
             lines = [
                 f"{e.path.name}:{e.lineno + 1} " for e in error.traceback if e.path == item.path
             ]

@@ -141,18 +141,19 @@ def test_wait_for_slots_polls_until_slots_suffice(monkeypatch: pytest.MonkeyPatc
         engine.wait_for_slots(call_of(3, 0.01), 60, lambda: 2, "slots", "Add some")
 
 
-def test_interruptible_cancels_work_on_timeout() -> None:
-    cancelled = threading.Event()
+def test_follow_cancels_a_stage_of_spark_on_timeout() -> None:
+    cancelled, pairs = threading.Event(), [(1, b"b"), (0, b"a")]
 
-    def work() -> None:
+    def stage() -> list[tuple[int, bytes]]:
         cancelled.wait()
         raise RuntimeError("cancelled")
 
     with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 did not return"):
-        spark.interruptible(call_of(2, 0.01), work, cancelled.set)
-    assert spark.interruptible(call_of(2), lambda: 5, cancelled.clear) == 5
+        engine.follow(call_of(2, 0.01), spark.SparkRanks(stage, cancelled.set))
+    ranks = spark.SparkRanks(lambda: pairs, cancelled.clear)
+    assert engine.follow(call_of(2), ranks) == [b"a", b"b"]
     with pytest.raises(RuntimeError, match="cancelled"):
-        spark.interruptible(call_of(2), work, cancelled.clear)
+        engine.follow(call_of(2), spark.SparkRanks(stage, cancelled.clear))
 
 
 class Ended:

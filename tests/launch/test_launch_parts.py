@@ -33,7 +33,7 @@ def test_describe_exit_names_code_or_signal(code: int, words: str) -> None:
 
 
 def test_first_cause_is_the_earliest_failure_without_a_cause() -> None:
-    lost = Failure.of_exception(PeerLostError("rank 1 is gone"), at=1.0)
+    lost = Failure.of_exception(PeerLostError("rank 1 is gone"))._replace(at=1.0)
     late, early = Failure("raised B", at=3.0), Failure("raised A", at=2.0)
     assert lost.follows
     assert first_cause([(0, lost), (1, late), (2, early)]) == (2, early)
@@ -41,8 +41,8 @@ def test_first_cause_is_the_earliest_failure_without_a_cause() -> None:
 
 
 def test_first_cause_is_a_timeout_if_ranks_waited_for_each_other() -> None:
-    lost = Failure.of_exception(PeerLostError("rank 1 gave up"), at=1.0)
-    late = Failure.of_exception(CollectiveTimeoutError("rank 0 did not join"), at=2.0)
+    lost = Failure.of_exception(PeerLostError("rank 1 gave up"))
+    late = Failure.of_exception(CollectiveTimeoutError("rank 0 did not join"))
     assert first_cause([(0, lost), (1, late)]) == (1, late)
     line = "flashlight_py.errors.{}: [send] rank 1 of 2: ..."
     names = ("PeerLostError", "CollectiveTimeoutError")
@@ -63,16 +63,16 @@ def test_failure_description_is_one_short_line() -> None:
     assert len(text) < 300
     assert text.endswith("x [...]")
     error = SyntaxError("invalid syntax", ("file.py", 1, 2, "x y\n"))
-    assert Failure.of_exception(error, 0.0).description == "raised SyntaxError: invalid syntax"
+    assert Failure.of_exception(error).description == "raised SyntaxError: invalid syntax"
 
 
 def test_failure_of_exception_is_a_consequence_if_its_context_is_one() -> None:
     error = OSError("while cleaning up")
     error.__context__ = ValueError("of the clean-up of the clean-up")
     error.__context__.__cause__ = PeerLostError("rank 1 is gone")
-    assert Failure.of_exception(error, at=0.0).follows
+    assert Failure.of_exception(error).follows
     error.__context__.__cause__ = error  # cyclic context
-    assert not Failure.of_exception(error, at=0.0).follows
+    assert not Failure.of_exception(error).follows
 
 
 def test_rank_failed_error_is_picklable() -> None:
