@@ -47,9 +47,9 @@ def test_bundle_runs_without_network_until_it_needs_a_gpu(wheel: Path, tmp_path:
     assert "  nccl4py is not measured: " in output  # nccl4py needs cuda-core
     assert page.count("| no GPU |") == len(STAGES), page
     assert "No stage has failed." in page
-    assert "| BACKEND=shm | NumPy arrays: shared memory" in page
-    assert "| BACKEND=gloo | NumPy arrays: Gloo over TCP" in page
-    assert page.count("no GPU: No module named 'cupy'") == 5
+    assert re.search(r"  ok +shm +.*; 2 ranks, shared memory", page), page
+    assert re.search(r"  ok +gloo +.*; 2 ranks, Gloo over TCP", page), page
+    assert len(re.findall("no GPU: .*No module named 'cupy'", page)) == 5
     assert len(list(results.iterdir())) <= 8
     ask = "import site; print(*site.getsitepackages(), sep='\\n')"  # CuPy searches CUDA there
     searched = run(bundle / "environment" / "bin" / "python", "-W", "error", "-c", ask).split()
