@@ -352,25 +352,29 @@ class PartWork(Work):
 
     def wait(self, timeout: float | None = None) -> Any:
         seconds = math.inf if timeout is None else timeout
-        end = time.monotonic() + seconds
-        if not self._await(end):
-            who = f"rank {self._owner.rank} of {self._owner.size}"
-            raise wait_timeout_error(f"[{self._call.name}] {who}", seconds)
-        return self._finish(None if timeout is None else max(0.0, end - time.monotonic()))
-
-    def _await(self, end: float) -> bool:
-        """Wait until a backend has a message or has failed. Return False at the time ``end``."""
-        flat = self._works[-1][0]
+        end, flat = time.monotonic() + seconds, self._works[-1][0]
         while not self._is_decided():
             if (left := end - time.monotonic()) <= 0:
-                return False
-            with suppress(errors.DistributedError):  # ``_finish`` raises the error
+                who = f"rank {self._owner.rank} of {self._owner.size}"
+                raise wait_timeout_error(f"[{self._call.name}] {who}", seconds)
+            with suppress(errors.DistributedError):  # ``_result`` raises the error
                 flat.wait(min(left, _LOOK_SECONDS))  # notify the library that a thread waits
             if self._claim is not None and not self._is_decided():
                 native = _native.load_extension("gloo")
                 claim = native.ffi.cast("int32_t *", self._claim.ctypes.data)
                 native.lib.fl_claim_wait(claim, min(left, _SLICE_SECONDS))
-        return True
+        self._cancel()
+        rest = None if timeout is None else max(0.0, end - time.monotonic())
+        return self._owner.guarded(self._call.name, lambda: self._result(rest))
+
+    def _result(self, timeout: float | None) -> Any:
+        for work, ranks in self._works:
+            result = work.wait(timeout)
+            if isinstance(result, Matched):
+                return Matched(ranks[result.source], result.rows)
+            if self._claim is None:
+                return result
+        return None  # no message arrived
 
     def _is_decided(self) -> bool:
         """Return whether a backend has the message, or has failed."""
@@ -379,23 +383,9 @@ class PartWork(Work):
         return any(work.is_completed() for work, _ in self._works)
 
     def _cancel(self) -> None:
+        """Cancel the operations that have no message."""
         for work, _ in self._works if self._claim is not None else ():
             work.cancel()
-
-    def _finish(self, timeout: float | None) -> Any:
-        """Cancel the operations that have no message. Return the result of the other operation."""
-        self._cancel()
-
-        def wait() -> Any:
-            for work, ranks in self._works:
-                result = work.wait(timeout)
-                if isinstance(result, Matched):
-                    return Matched(ranks[result.source], result.rows)
-                if self._claim is None:
-                    return result
-            return None
-
-        return self._owner.guarded(self._call.name, wait)
 
     def is_completed(self) -> bool:
         if not self._is_decided():
