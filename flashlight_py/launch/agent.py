@@ -6,15 +6,13 @@ the connection. ``channel`` describes the messages.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from subprocess import DEVNULL
-from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import Any
 
 from flashlight_py import system
 from flashlight_py.cores import check_processes
@@ -31,7 +29,7 @@ from flashlight_py.launch.ranks import (
     end_leftovers,
     rank_environ,
 )
-from flashlight_py.launch.records import record_paths, send_records
+from flashlight_py.launch.records import RecordPipe, send_records
 
 _IN, _OUT = 0, 1
 _BACKLOG = 1024  # connections that the kernel queues until rank 0 accepts them
@@ -53,7 +51,7 @@ class Agent:
         self._ranks: RankProcesses | None = None
         self._listener: system.Socket | None = None
         self._input: Outgoing | None = None
-        self._records: IO[bytes] | None = None  # a list of paths, to which the ranks append
+        self._record_pipe: RecordPipe | None = None
         self._waiting = deque[Slot]()  # ranks that have not been started
         self._cleanup = ExitStack()
 
@@ -84,11 +82,12 @@ class Agent:
         task = self._task
         self._ranks = RankProcesses(self._loop, self._on_output)
         self._cleanup.callback(self._ranks.close)
+        if task["wants_records"]:
+            self._record_pipe = RecordPipe(self._loop)
+            self._cleanup.callback(self._record_pipe.close)
         try:
-            if task["wants_records"]:
-                self._records = self._cleanup.enter_context(TemporaryFile())  # noqa: SIM115
             check_processes(f"ranks on {system.gethostname()}", len(slots), 2)
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             self.report("cannot_run", str(error))
             return
         self._waiting.extend(map(Slot._make, slots))
@@ -116,17 +115,15 @@ class Agent:
             self._input.close()
 
     def collect(self) -> None:
-        if self._records is not None:
-            number = self._records.fileno()
-            listed = os.pread(number, os.fstat(number).st_size, 0)  # the ranks share its position
-            send_records(record_paths(listed), self.report)
+        if self._record_pipe is not None:
+            send_records(self._record_pipe.paths(), self.report)
 
     def finish(self, grace: float) -> None:
         """End leftover processes by SIGTERM, and by SIGKILL after ``grace`` seconds. Blocks."""
         self._waiting.clear()
         stuck = end_leftovers(self._loop, grace)
         self._cleanup.close()
-        self._ranks = self._listener = self._input = self._records = None
+        self._ranks = self._listener = self._input = self._record_pipe = None
         self.report("finished", stuck)
 
     def leave(self) -> None:
@@ -152,9 +149,9 @@ class Agent:
         if self._listener is not None and slot.rank == 0:
             descriptors = [self._listener.fileno()]
             meeting = {**meeting, LISTENER: str(descriptors[0])}
-        if self._records is not None:
-            descriptors.append(number := self._records.fileno())
-            meeting = {**meeting, RECORDS: f"{number}:{os.fstat(number).st_ino}"}
+        if self._record_pipe is not None:
+            descriptors.append(self._record_pipe.descriptor)
+            meeting = {**meeting, RECORDS: self._record_pipe.variable()}
         environ = {**system.environ, **task["environ"]}
         with self._input_of(slot, task["has_input"]) as stdin:
             process = self._ranks.start(

@@ -18,6 +18,7 @@ launcher never blocks on an agent. Otherwise the two could wait for each other.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +44,7 @@ def parsed(line: bytes) -> tuple[str, list[Any]]:
 
 
 class Reader:
-    """A non-blocking reader of messages; ``on_data`` is called after each successful read."""
+    """A non-blocking reader of lines; ``on_data`` is called after each successful read."""
 
     def __init__(self, descriptor: int, on_data: Callable[[], object] = lambda: None) -> None:
         system.set_blocking(descriptor, False)
@@ -53,7 +54,7 @@ class Reader:
         self.has_ended = False
 
     def lines(self) -> list[bytes]:
-        """Return complete new messages except pulses; set ``has_ended`` if the stream has ended."""
+        """Return complete new lines except pulses; set ``has_ended`` if the stream has ended."""
         try:
             data = system.read(self._descriptor, _CHUNK)
         except BlockingIOError:
@@ -65,7 +66,7 @@ class Reader:
             self.received += len(data)
             self._on_data()
         complete, newline, self._partial_line = (self._partial_line + data).rpartition(b"\n")
-        return [line for line in (complete + newline).splitlines(keepends=True) if line != _PULSE]
+        return [line for line in io.BytesIO(complete + newline) if line != _PULSE]
 
 
 def write_whole(descriptor: int, data: bytes, on_wait: Callable[[], object] = lambda: None) -> None:

@@ -8,20 +8,43 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flashlight_py import system
+from flashlight_py.launch.channel import Reader
+from flashlight_py.launch.loop import Poll
 
 # Maximum bytes of one record (usually 0.2 MB) and of all records of a host.
 MOST_BYTES, MOST_BYTES_OF_HOST = 4 << 20, 64 << 20
 
 
-def record_paths(lines: bytes) -> Mapping[int, Path]:
-    """Return the path of the latest record of each rank. A line has a rank and a path."""
-    # Text after the last line end is incomplete.
-    entries = (line.partition(" ") for line in os.fsdecode(lines).split("\n")[:-1])
-    return {
-        int(rank): Path(path)
-        for rank, _, path in entries
-        if rank.isdecimal() and os.path.isabs(path)
-    }
+class RecordPipe:
+    """A pipe to which the ranks of a host write the paths of their flight records."""
+
+    def __init__(self, loop: Poll) -> None:
+        self._reading, self.descriptor = system.pipe()
+        system.set_blocking(self.descriptor, False)
+        self._loop, self._reader, self._lines = loop, Reader(self._reading), list[bytes]()
+        loop.watch(self._reading, self._read)
+
+    def variable(self) -> str:
+        """Return the value of the variable RECORDS: descriptor, and inode to identify the pipe."""
+        return f"{self.descriptor}:{system.fstat(self.descriptor).st_ino}"
+
+    def paths(self) -> Mapping[int, Path]:
+        """Return the path of the latest record of each rank that has written a record."""
+        self._read()
+        entries = (os.fsdecode(line).rstrip("\n").partition(" ") for line in self._lines)
+        return {
+            int(rank): Path(path)
+            for rank, _, path in entries
+            if rank.isdecimal() and os.path.isabs(path)
+        }
+
+    def close(self) -> None:
+        self._loop.unwatch(self._reading)
+        system.close(self._reading)
+        system.close(self.descriptor)
+
+    def _read(self) -> None:
+        self._lines += self._reader.lines()
 
 
 def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from flashlight_py.launch.records import MOST_BYTES, MOST_BYTES_OF_HOST, record_paths, send_records
+from flashlight_py.launch.loop import Poll
+from flashlight_py.launch.records import MOST_BYTES, MOST_BYTES_OF_HOST, RecordPipe, send_records
 from tests.launch.launcher import begin, launch, write
 
 # An oversized record, and a record whose path contains a newline.
@@ -64,8 +65,13 @@ def test_send_records_leaves_out_records_beyond_limits(tmp_path: Path) -> None:
     assert reports[19][2].startswith("it has 1 bytes")
 
 
-def test_record_paths_ignores_invalid_lines() -> None:
-    assert record_paths(b"0 /a b\n\nx /c\n1 relative\n2\n3 /cut") == {0: Path("/a b")}
+def test_record_pipe_ignores_invalid_lines(temporary_folder: Path) -> None:
+    loop = Poll()
+    notes = RecordPipe(loop)
+    os.write(notes.descriptor, b"0 /a b\n\nx /c\n1 relative\n2\n3 /cut")
+    assert notes.paths() == {0: Path("/a b")}
+    notes.close()
+    loop.close()
 
 
 # Silent hosts -------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -74,7 +75,8 @@ def charged(spend: Callable[[float], None]) -> Iterator[None]:
             if isinstance(vars(module)[name], classmethod):
                 stand_in = staticmethod(stand_in)
             ends.enter_context(mock.patch.object(module, name, stand_in))
-        ends.enter_context(mock.patch.object(tree, "Roster", Rosters()))
+        stand_in = SimpleNamespace(**{**vars(store), "Roster": Rosters()})
+        ends.enter_context(mock.patch.object(tree, "store", stand_in))
         yield
 
 

@@ -81,12 +81,12 @@ def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = No
     """
     text = record_text(flight, reason, stacks() if threads is None else threads)
     path = store_record(flight, text)
-    # Some launchers collect the records of all hosts. A rank appends its path to their list.
+    # Some launchers collect the records of all hosts. They read the path of a record from a pipe.
     descriptor, _, inode = system.environ.get(RECORDS, "").partition(":")
-    with suppress(OSError, ValueError):  # there is no list, or its descriptor is closed
+    with suppress(OSError, ValueError):  # the pipe does not exist or is closed
         status = os.fstat(int(descriptor))
-        if stat.S_ISREG(status.st_mode) and str(status.st_ino) == inode:
-            os.write(int(descriptor), f"{flight.rank} {path.absolute()}\n".encode())
+        if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) == inode:
+            system.write(int(descriptor), f"{flight.rank} {path.absolute()}\n".encode())
     return path
 
 
