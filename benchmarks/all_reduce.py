@@ -131,7 +131,8 @@ def read_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--sizes", type=int, nargs="+", help="bytes of the array on each rank")
     add("--dtypes", nargs="+", default=["float32"], help="float32, float16, uint8, ...")
-    add("--backends", nargs="*", default=["gloo", "portable"], help="of ours, besides the automatic choice")
+    backends = ["gloo", "portable"]
+    add("--backends", nargs="*", default=backends, help="of ours, besides the automatic choice")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: CuPy arrays, by NCCL")
     add("--plot", type=Path, metavar="FILE.png", help="draw times against sizes")
     options = parser.parse_args()

@@ -51,10 +51,10 @@ class Members:
         self._stack.close()
 
     def _start(self, rank: int, hosts: Sequence[Host]) -> subprocess.Popen[str]:
-        given = {
+        changed = {
             k: value if isinstance(value, str) else value[rank] for k, value in self._env.items()
         }
-        env = {**launched.of_job(rank, hosts, self._cluster.folder), **ONE_THREAD, **given}
+        env = {**launched.of_job(rank, hosts, self._cluster.folder), **ONE_THREAD, **changed}
         command = [sys.executable, "-m", "tests.cluster.member", self._program]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         return self._stack.enter_context(hosts[rank].popen(command, env=env, **pipes))
