@@ -1,6 +1,6 @@
 /* Light Works of started messages and other operations.
 
-   Python handles failures and waits with a timeout: Works of backends/native_work.py take over. */
+   Python handles failures and waits with a timeout: Works of backends/native.py take over. */
 
 #include <pthread.h>
 #include <stdlib.h>

@@ -60,14 +60,9 @@ class EntryPoints:
 
     __slots__ = ("barrier", "collective", "objects", "sendrecv")
 
-    def __init__(
-        self,
-        collective: Callable[..., Any] = left_to_python,
-        sendrecv: Callable[..., Any] = left_to_python,
-        objects: Callable[..., Any] = left_to_python,
-    ) -> None:
-        self.collective = self.barrier = collective
-        self.sendrecv, self.objects = sendrecv, objects
+    def __init__(self, *functions: Callable[..., Any]) -> None:
+        self.collective, self.sendrecv, self.objects = functions or (left_to_python,) * 3
+        self.barrier = self.collective
 
     def replace_by(self, other: EntryPoints) -> None:
         self.collective, self.sendrecv = other.collective, other.sendrecv

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.groups.grid import Grid, extents_of
+from flashlight_py.distributed.api.groups import Grid, extents_of
 from tests.distributed import conformance
 from tests.distributed.conformance import (
     LAYOUTS,

@@ -5,9 +5,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array
+from flashlight_py.distributed.api.groups import Grid as Grid
 from flashlight_py.distributed.calls.call import P2POp as P2POp
 from flashlight_py.distributed.constants import Op
-from flashlight_py.distributed.groups.grid import Grid as Grid
 from flashlight_py.distributed.work import Work
 from flashlight_py.distributed.api.verb_call import reject_together
 from flashlight_py.distributed.groups.membership import Membership

@@ -227,9 +227,8 @@ def prepare_output(
 
 def pack_input(array: Array, space: Output) -> Array:
     packed = as_packed(array)
-    if space.packed is not None and call_arrays.may_overlap(packed, space.packed):
-        return packed.copy()
-    return packed
+    overlaps = space.packed is not None and call_arrays.may_overlap(packed, space.packed)
+    return packed.copy() if overlaps else packed
 
 
 def finish(
@@ -335,11 +334,9 @@ class reject_together(contextlib.AbstractContextManager[Any]):
             group.journal.record_rejection(str(self._verb), error)
         if not isinstance(error, Exception) or isinstance(error, DistributedError):
             return  # other ranks raise the same error, or have been notified
-        if group.rank < 0 or group.size == 1 or not self._begun:
-            return
-        if self._calls not in (None, group.journal.count[0]):
-            return
-        if not group.journal.has_recorded(error):  # else a call has notified the other ranks
+        has_others = group.rank >= 0 and group.size > 1 and self._begun
+        is_first = self._calls in (None, group.journal.count[0])
+        if has_others and is_first and not group.journal.has_recorded(error):
             self.reject(error)
 
     def reject(self, error: Exception) -> None:

@@ -14,8 +14,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from flashlight_py import _native, errors
-from flashlight_py.distributed.backends.native import NativeBackend
-from flashlight_py.distributed.backends.native_work import NativeWork
+from flashlight_py.distributed.backends.native import NativeBackend, NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import wording
 from flashlight_py.distributed.rendezvous.secret import derived_key, nonce
@@ -32,7 +31,7 @@ _RANK_BITS = 24
 class _GlooCards(NamedTuple):
     """Data that all ranks exchange before they connect. All fields are in rank order."""
 
-    peers: Sequence[Peer]
+    peers: list[Peer]
     addresses: bytes  # addresses of all ranks, concatenated
     ports: Sequence[int]  # TCP port of each rank for heartbeats
     limits: Sequence[float]  # Seconds that a host may be silent
@@ -77,7 +76,7 @@ class GlooBackend(NativeBackend):
     ) -> None:  # fmt: skip
         native = _native.load_extension("gloo")
         super().__init__(native, store, timeout)
-        self._joining, self.network_ranks = joining, list(range(self.size))
+        self.network_ranks = list(range(self.size))
         interface = address.encode(), b""  # no interface name, which may mean several addresses
         group = self.lib.fl_gloo_create(self.rank, self.size, *interface, joining)
         if group == self.ffi.NULL:
@@ -92,7 +91,7 @@ class GlooBackend(NativeBackend):
             port = 0 if is_watched else self.lib.fl_listen_for_hosts(self.group)
             if port < 0:
                 raise errors.BackendUnavailableError(self.reason())
-            self._connect(store, key, (port, host_timeout), lazily)
+            self._connect(store, key, (port, host_timeout), lazily, joining)
         except BaseException:
             self.close()
             raise
@@ -104,7 +103,9 @@ class GlooBackend(NativeBackend):
         number = (count << _RANK_BITS | self.network_ranks[ranks[0]]) << 1
         return Subgroup(self, ranks, number, is_flat)
 
-    def _connect(self, store: Store, key: bytes, watched: tuple[int, float], lazily: bool) -> None:
+    def _connect(
+        self, store: Store, key: bytes, watched: tuple[int, float], lazily: bool, seconds: float
+    ) -> None:
         buffer = self.ffi.new("char[]", _ADDRESS_BYTES)
         count = self.lib.fl_address(self.group, buffer, _ADDRESS_BYTES)
         assert count > 0
@@ -113,12 +114,11 @@ class GlooBackend(NativeBackend):
         card = [this_process(), encoded, nonce().hex(), *watched]
         texts = store.exchange(json.dumps(card).encode())
         cards = texts.derived(_GlooCards.read)
-        self._set_peers(cards.peers)
+        self._peers = cards.peers
         # A key for this rendezvous only. Both ends of a connection use it in their handshake.
         key = texts.derived(derived_key, key)
         if len(set(store.hosts)) > 1:
             self._watch_hosts(store.hosts, cards, cards.addresses, count, key)
-        seconds = self._joining
         op = self.lib.fl_connect(self.group, cards.addresses, count, key, lazily, seconds)
         work = NativeWork(self, "connect", op, cards.addresses, seconds)
         waiting = Waiting("connecting through Gloo")
@@ -132,11 +132,6 @@ class GlooBackend(NativeBackend):
             awaited = self.lib.fl_awaited(self.group)
             waiting.log_missing([self.numbers[awaited]] if awaited >= 0 and self.rank == 0 else [])
         work.wait()
-
-    def _set_peers(self, peers: Sequence[Peer]) -> None:
-        machine = this_process().machine
-        self._peers, ranks = peers, range(len(peers))
-        self._of_machine = [rank for rank in ranks if machine and peers[rank].machine == machine]
 
     def _watch_hosts(self, hosts: Sequence[str], cards: _GlooCards, *connecting: Any) -> None:
         """Start to watch ``hosts``. ``connecting``: all addresses, bytes of each one, the key."""
@@ -159,7 +154,7 @@ class GlooBackend(NativeBackend):
 
     def _dead(self, doing: str) -> errors.PeerLostError | None:
         """Return an error if a rank's process on this machine has ended. Gloo cannot detect it."""
-        dead = [rank for rank in self._of_machine if self._peers[rank].is_gone()]
+        dead = [rank for rank, peer in enumerate(self._peers) if peer.is_gone()]
         if not dead:
             return None
         where, advice = f"[{doing}] {self.name}", "Read its output"
@@ -188,7 +183,7 @@ class GlooPart(GlooBackend):
         assert subgroup is not None
         store.processes = [parent.processes[rank] for rank in subgroup.ranks]
         NativeBackend.__init__(self, native, store, timeout)
-        self._set_peers([parent._peers[rank] for rank in subgroup.ranks])
+        self._peers = [parent._peers[rank] for rank in subgroup.ranks]
         self.network_ranks = [parent.network_ranks[rank] for rank in subgroup.ranks]
         ranks = self.ffi.new("int[]", subgroup.ranks)
         group = self.lib.fl_gloo_part(parent._open("new_group"), ranks, self.size, subgroup.number)

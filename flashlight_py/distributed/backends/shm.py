@@ -18,8 +18,7 @@ from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.callers import call_site_callback
 from flashlight_py.distributed.backends.exchange import BackendStore
-from flashlight_py.distributed.backends.native import NativeBackend
-from flashlight_py.distributed.backends.native_work import NativeWork, freed_by, keeping
+from flashlight_py.distributed.backends.native import NativeBackend, NativeWork, freed_by, keeping
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.memory import memory_file
 from flashlight_py.distributed.memory.memory_room import LITTLE, ordinary_empty, reserve

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend, EntryPoints, dropped
-from flashlight_py.distributed.backends.native import FLAGS, SLOWER
-from flashlight_py.distributed.backends.native_work import light_work
+from flashlight_py.distributed.backends.native import FLAGS, SLOWER, light_work
 from flashlight_py.distributed.calls.arrays import check_out_rows, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.call_site import hidden_files
