@@ -16,8 +16,7 @@ _HOMES = {
     "api.group": ["ProcessGroup"],
     "work": ["Work"],
     "reducers.reducer": ["Reducer", "InlineReducer", "CoalescingReducer"],
-    "reducers.hook": ["Bucket", "Compression"],
-    "reducers.half": ["Float16Compression", "Bfloat16Compression"],
+    "reducers.hook": ["Bucket", "Compression", "Float16Compression", "Bfloat16Compression"],
     "reducers.power_sgd": ["PowerSGDCompression"],
     "api": api.__all__,
 }

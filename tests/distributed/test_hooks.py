@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.reducers.half import LARGEST, from_half, to_half
+from flashlight_py.distributed.reducers.hook import LARGEST, from_half, to_half
 from flashlight_py.distributed.reducers.power_sgd import orthonormal, outer_sum
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.work import Done, Then
