@@ -291,32 +291,29 @@ def check_op_and_scale(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: flo
         factor = math.inf
     if not math.isfinite(factor):
         raise ValueError(f"{verb}: scale must be finite, got {factor}")
-    kind = dtype.kind
-    if kind in "mM":
-        if op not in _EXTREMES or factor != 1.0:
-            raise TypeError(
-                f"{verb}: for {dtype}, op must be 'min' or 'max' and scale must be 1, got "
-                f"op={op.name.lower()!r}, scale={factor}"
-            )
-        return factor
-    dtype_code(verb, dtype)
-    if op in _BITWISE or op in LOGICAL:
-        name = op.name.lower()
-        if op in _BITWISE and kind not in "biu":
-            raise TypeError(
-                f"{verb}: op={name!r} expected an integer or bool array, got {dtype}. Use "
-                f"op='l{name}' to combine truth values (nonzero is true)."
-            )
-        if factor != 1.0:
-            raise ValueError(f"{verb}: scale must be 1 for op={name!r}, got {factor}")
-        return factor
-    if kind == "b" and (op not in _EXTREMES or factor != 1.0):
+    kind, name = dtype.kind, op.name.lower()
+    is_logic, is_plain = op in _BITWISE or op in LOGICAL, op in _EXTREMES and factor == 1.0
+    got = f"got op={name!r}, scale={factor}"
+    if kind not in "mM":
+        dtype_code(verb, dtype)
+    elif not is_plain:
         raise TypeError(
-            f"{verb}: for bool, op must be 'and', 'or', 'xor', 'min' or 'max' and scale 1, got "
-            f"op={op.name.lower()!r}, scale={factor}. Cast the array to an integer dtype to count."
+            f"{verb}: for {dtype}, op must be 'min' or 'max' and scale must be 1, {got}"
+        )
+    if op in _BITWISE and kind not in "biu":
+        raise TypeError(
+            f"{verb}: op={name!r} expected an integer or bool array, got {dtype}. Use "
+            f"op='l{name}' to combine truth values (nonzero is true)."
+        )
+    if is_logic and factor != 1.0:
+        raise ValueError(f"{verb}: scale must be 1 for op={name!r}, got {factor}")
+    if kind == "b" and not (is_logic or is_plain):
+        raise TypeError(
+            f"{verb}: for bool, op must be 'and', 'or', 'xor', 'min' or 'max' and scale 1, {got}. "
+            "Cast the array to an integer dtype to count."
         )
     if kind == "c" and op in _EXTREMES:
-        raise TypeError(f"{verb}: for complex, op must be sum, avg or prod, got {op.name.lower()}")
+        raise TypeError(f"{verb}: for complex, op must be sum, avg or prod, got {name}")
     if kind in "iu" and op is ReduceOp.AVG:
         raise TypeError(
             f"{verb}: op='avg' expected a float or complex array, got {dtype}. Use op='sum', or "
