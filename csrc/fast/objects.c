@@ -1,12 +1,12 @@
 /* Objects between ranks: pickled into memory that one collective sends, and unpickled.
 
-   backends/exchange.py defines the frames, and handles the calls that this file does not. */
+   backend.py defines the frames, and handles the calls that this file does not. */
 
 #include <string.h>
 
 #include "verbs.h"
 
-/* Same values as in exchange.py and api/objects.py. */
+/* Same values as in backend.py and api/objects.py. */
 enum { ALIGNED = 16, APART_BYTES = 4096, SHORT_BYTES = 1024, MOST_PADDING = 65536 };
 enum { CONTENT, PROBLEM, LATER };
 enum { READ_ONLY = 0x100 }; /* PyBUF_READ, which the stable ABI of Python 3.10 does not define */

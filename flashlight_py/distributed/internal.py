@@ -9,8 +9,7 @@ from flashlight_py._native.codes import DTYPES
 from flashlight_py.checks import as_integer, check_integer
 from flashlight_py.distributed import verbs
 from flashlight_py.distributed.api.verb_call import COLLECTIVE, in_step, reason_of, reject_together
-from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.exchange import exchange_bytes
+from flashlight_py.distributed.backend import Backend, exchange_bytes
 from flashlight_py.distributed.calls import arrays as call_arrays
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.call import COMPOSED, PASS_FAILED, Call, Matched

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py import _native
-from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.exchange import exchange_bytes
+from flashlight_py.distributed.backend import Backend, exchange_bytes
 from flashlight_py.distributed.backends.nccl import joining
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.backends.exchange import BackendStore
+from flashlight_py.distributed.backend import BackendStore
 from flashlight_py.distributed.memory import memory_file, memory_room
 from flashlight_py.distributed.memory.memory_file import MemoryFile, needs_names, open_memory
 from flashlight_py.distributed.reducers.host_memory import hosts_of, map_zeros

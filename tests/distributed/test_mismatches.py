@@ -16,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 import flashlight_py as fl
-from flashlight_py.distributed.backends.exchange import exchange_bytes
+from flashlight_py.distributed.backend import exchange_bytes
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.verbs import VERBS
 from tests.distributed.conformance import hosts_by_letter, on_ranks, world_of

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.backends.exchange import BackendStore
+from flashlight_py.distributed.backend import BackendStore
 from flashlight_py.distributed.backends.mpi import joining, verb_steps
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend, Progress
 from flashlight_py.distributed.backends.shm import ShmBackend

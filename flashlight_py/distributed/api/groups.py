@@ -15,8 +15,7 @@ import numpy as np
 from flashlight_py.checks import as_integer
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.verb_call import Group, native_entry, reject_together
-from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.exchange import exchange_bytes
+from flashlight_py.distributed.backend import Backend, exchange_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank, check_seconds
 from flashlight_py.distributed.groups.membership import Membership, members_of, subgroup_numbers

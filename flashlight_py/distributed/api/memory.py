@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 from flashlight_py.checks import as_integer
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.api.verb_call import Group, reason_of, reject_together
-from flashlight_py.distributed.backends.exchange import BackendStore
+from flashlight_py.distributed.backend import BackendStore
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.groups.membership import members_of
 from flashlight_py.distributed.memory.memory_file import MemoryFile, made_together, open_memory

@@ -12,7 +12,7 @@ from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, array_module, as_packed, is_cupy
 from flashlight_py.distributed.api import verb_call
 from flashlight_py.distributed.api.verb_call import Group, collective, native_entry, reject_together
-from flashlight_py.distributed.backends.exchange import exchange_bytes
+from flashlight_py.distributed.backend import exchange_bytes
 from flashlight_py.distributed.calls import arrays as call_arrays
 from flashlight_py.distributed.calls.arrays import as_array, check_out_rows, encode_part
 from flashlight_py.distributed.calls.call import Call

@@ -17,7 +17,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed import verbs
 from flashlight_py.distributed.api.messages import recv, send
 from flashlight_py.distributed.api.verb_call import Group, reason_of, reject_together
-from flashlight_py.distributed.backends.exchange import LATER, PROBLEM, Frame, read_frames
+from flashlight_py.distributed.backend import LATER, PROBLEM, Frame, read_frames
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank
 from flashlight_py.distributed.calls.journal import OBJECTS

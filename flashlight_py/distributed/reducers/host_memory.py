@@ -15,7 +15,7 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.group import ProcessGroup
-from flashlight_py.distributed.backends.exchange import BackendStore
+from flashlight_py.distributed.backend import BackendStore
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import combine_natively, combined
 from flashlight_py.distributed.constants import ReduceOp

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from flashlight_py import errors
 from flashlight_py.device import cuda
-from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.exchange import exchange_bytes
+from flashlight_py.distributed.backend import Backend, exchange_bytes
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load_nccl, version_text
