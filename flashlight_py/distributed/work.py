@@ -136,11 +136,7 @@ class Then(Work):
         self._is_made_now = False
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for ``work``, and return the result of ``finish``.
-
-        Raises RuntimeError if a signal handler calls this and has interrupted ``finish`` on the
-        same thread.
-        """
+        """Wait for ``work``, and return the result of ``finish``."""
         limit = threading.TIMEOUT_MAX if timeout is None else timeout
         end = time.monotonic() + limit
         try:
@@ -262,10 +258,7 @@ class SelfMessages:
         return Done(array)
 
     def recv(self, array: Array, tag: int, partial: bool = False) -> Work:
-        """Fill ``array`` with the oldest message with this tag, or with the next one that is sent.
-
-        With ``partial``, the message may have fewer rows. The result is then the filled part.
-        """
+        """Fill ``array`` with the oldest message with this tag, or with the next that is sent."""
         receive = _Receive(array, tag, partial)
         if self._sent[tag]:
             receive.fill(self._sent[tag].popleft())

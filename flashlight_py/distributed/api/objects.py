@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 BROADCAST_OBJECT, ALL_GATHER_OBJECT, GATHER_OBJECT, SCATTER_OBJECT = OBJECTS
 
-# Maximum bytes of a frame in the first collective of a gather. A longer frame is sent in a second
-# collective, and only to the root. csrc/fast/objects.c has the same limits.
+# Maximum bytes of a frame in the first collective of a gather. It announces the length of a longer
+# frame, which a second collective sends. csrc/fast/objects.c has the same limits.
 _SHORT_BYTES = 1024
 # A scatter pads its frames to equal length if the padding has at most this number of bytes more
 # than all frames.
@@ -219,11 +219,7 @@ def _pickled(objs: Sequence[Any]) -> list[Array]:
 
 
 class _Move:
-    """A call of the object verb ``verb`` on this rank. The rank sends the frames ``arrays``.
-
-    If a frame is too long for the first collective, the first collective sends only the length of
-    this frame. A second collective then sends the frame.
-    """
+    """A call of the object verb ``verb`` on this rank. The rank sends the frames ``arrays``."""
 
     def __init__(
         self, members: Membership, verb: verbs.Verb, values: Any, root: int, arrays: list[Array]

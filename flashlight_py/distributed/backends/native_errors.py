@@ -49,14 +49,15 @@ def failure(
     missing = sorted(ranks[0 : lib.fl_op_missing(handle, ranks, backend.size)])
     who = wording.names(backend.numbers[rank] for rank in missing) if missing else "another rank"
     processes = wording.process_list(missing, backend.processes)
+    calls = lib.fl_op_signatures(handle)  # NULL: this is a message, or the group failed earlier
     if status == lib.FL_MISMATCH:
-        return _mismatch(where, backend, handle, number)
+        return _mismatch(where, backend, handle, calls, number)
     if status == lib.FL_RAISED:
         return received_error(where, text)
     lost = {lib.FL_PEER_LOST: wording.PEER_ADVICE, lib.FL_HOST_LOST: wording.HOST_ADVICE}
     advice = (lost | {lib.FL_LEAVING: wording.LEAVING_ADVICE}).get(status)
     if status == lib.FL_PEER_LOST and text.startswith(_LEFT):
-        text = _ended_normally(backend, handle, missing, number) + text.removeprefix(_LEFT)
+        text = _ended_normally(backend, calls, missing, number) + text.removeprefix(_LEFT)
         advice = wording.LEAVING_ADVICE if "send" in verb or "recv" in verb else wording.END_ADVICE
     if advice is not None:
         error = wording.peer_lost(backend, where, missing, text, advice)
@@ -66,9 +67,12 @@ def failure(
     if status == lib.FL_TIMEOUT:
         limit = f"{seconds:g} seconds"
         if elsewhere := calls_in_other_groups(backend, missing[:_MOST_QUERIED]):
-            waiting = _waiting(backend, handle)
+            waiting = f"{backend.name} waits for a message"
+            if calls != ffi.NULL:
+                about = f"as rank {backend.rank} of a group of {backend.size}"
+                waiting = f"this rank called {signature_text(calls[backend.rank])} {about}"
             return deadlock(where, waiting, elsewhere, limit)
-        last = _last_calls(backend, handle, missing, number)
+        last = "" if calls == ffi.NULL else _last_calls(backend, handle, calls, missing, number)
         late = wording.did_not_join(where, f"{who} did not join", limit, text, processes, last)
         return errors.CollectiveTimeoutError(late)
     kind = DistributedError
@@ -79,13 +83,10 @@ def failure(
     return kind(f"{where}: {text}")
 
 
-def _ended_normally(
-    backend: NativeBackend, handle: Any, missing: Sequence[int], number: int
-) -> str:
+def _ended_normally(backend: NativeBackend, calls: Any, missing: Sequence[int], number: int) -> str:
     """Return as text that the first ``missing`` rank left the group, and after how many calls."""
-    calls = backend.lib.fl_op_signatures(handle)
     if calls == backend.ffi.NULL or not missing:
-        return wording.HAS_LEFT  # no counts: this is a message, or the group failed earlier
+        return wording.HAS_LEFT
     own_count, peer_count = (calls[rank].sequence for rank in (backend.rank, missing[0]))
     if peer_count >= own_count:
         return wording.HAS_LEFT
@@ -121,15 +122,13 @@ def received_error(where: str, words: str) -> DistributedError:
     return errors.CollectiveTimeoutError(text) if words.startswith(_LATE) else PeerLostError(text)
 
 
-def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> MismatchError:
-    lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
-    by_rank = {
-        backend.numbers[rank]: (rank, signatures[rank])
-        for rank in range(backend.size)
-        if signatures[rank].sequence
-    }
+def _mismatch(
+    where: str, backend: NativeBackend, handle: Any, signatures: Any, number: int
+) -> MismatchError:
+    begun = [rank for rank in range(backend.size) if signatures[rank].sequence]
+    by_rank = {backend.numbers[rank]: (rank, signatures[rank]) for rank in begun}
     newest = max(signature.sequence for _, signature in by_rank.values())
-    ago, which = lib.fl_op_calls_ago(handle), ""
+    ago, which = backend.lib.fl_op_calls_ago(handle), ""
     senders = [rank for rank, (_, signature) in by_rank.items() if signature.verb == codes.SEND]
     if senders:
         receiver = next(rank for rank in by_rank if rank != senders[0])
@@ -149,14 +148,6 @@ def _call_and_site(backend: NativeBackend, handle: Any, rank: int, signature: An
     return signature_text(signature, name) + (f" at {site}" if site else "")
 
 
-def _waiting(backend: NativeBackend, handle: Any) -> str:
-    signatures = backend.lib.fl_op_signatures(handle)
-    if signatures == backend.ffi.NULL:
-        return f"{backend.name} waits for a message"
-    call = signature_text(signatures[backend.rank])
-    return f"this rank called {call} as rank {backend.rank} of a group of {backend.size}"
-
-
 def deadlock(where: str, waiting: str, others: str, limit: str) -> MismatchError:
     """Return the error for ranks that wait for each other in different groups."""
     text = (
@@ -167,17 +158,16 @@ def deadlock(where: str, waiting: str, others: str, limit: str) -> MismatchError
     return MismatchError(text, group_lives=False)
 
 
-def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], number: int) -> str:
+def _last_calls(
+    backend: NativeBackend, handle: Any, signatures: Any, missing: Sequence[int], number: int
+) -> str:
     """Return as text the call in which this rank waits, and the last call of each missing rank."""
-    lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
-    if signatures == backend.ffi.NULL:
-        return ""  # the timeout's message already names the tag
     own_call = signatures[backend.rank]
     extra = own_call.sequence - number if number else 0  # steps that ``number`` does not count
     sentences = [f"Call {own_call.sequence - extra} of this group is {signature_text(own_call)}"]
     for rank in missing[:MOST_RANKS]:
         who = f"rank {backend.numbers[rank]}"
-        call, ago = signatures[rank], f"{lib.fl_op_age(handle, rank):.1f} s ago"
+        call, ago = signatures[rank], f"{backend.lib.fl_op_age(handle, rank):.1f} s ago"
         if call.sequence == 0:
             sentences.append(f"{who} has made no call of this group yet")
         elif call.sequence == own_call.sequence:

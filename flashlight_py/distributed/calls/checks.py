@@ -38,10 +38,7 @@ def check_seconds(verb: str, timeout: Any) -> float | None:
 
 
 def check_rows(verb: str, array: Array, rows: Iterable[Any] | None, size: int) -> list[int] | None:
-    """Return ``rows`` as ints, or None if ``rows`` is None, which means equal parts.
-
-    Raises ValueError if the first dimension of ``array`` cannot be split into these ``size`` parts.
-    """
+    """Return ``rows`` as ints, or None for equal parts, if ``array`` can be split into them."""
     row_count = array.shape[0] if array.ndim else 0
     if rows is None:
         if array.ndim == 0 or row_count % size:

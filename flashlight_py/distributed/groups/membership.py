@@ -111,12 +111,8 @@ class Membership:
         """Return the backend for ``array``. None stands for any NumPy array.
 
         For the first CuPy array of a group, the ranks connect their GPUs. This is collective and
-        blocks.
-
-        Raises:
-            ValueError: If this process is not in the group.
-            GroupClosedError: If the group was closed.
-            BackendUnavailableError: If no backend moves arrays of this kind.
+        blocks. Raises ValueError on a process that is no member, GroupClosedError, or
+        BackendUnavailableError if no backend moves arrays of this kind.
         """
         if dropped:
             close_dropped()
@@ -147,9 +143,7 @@ class Membership:
     def join_gpus(self) -> Backend:
         """Connect the GPUs of the ranks by NCCL. The first call is collective and blocks.
 
-        Raises:
-            BackendUnavailableError: If a rank lacks NCCL, CuPy or a GPU. Every rank raises it.
-            DistributedError: If NCCL fails, or a rank does not join. The error names the rank.
+        If a rank lacks NCCL, CuPy or a GPU, every rank raises BackendUnavailableError.
         """
         if self.gpus is None:
             if self._joiner is None:

@@ -156,10 +156,7 @@ class PowerSGDCompression(Compression):
     def _get_state(
         self, name: str, shape: tuple[int, ...], like: Array, create: Callable[[], Array]
     ) -> Array:
-        """Return the state ``name``, on the device of ``like``. If it is missing, create it.
-
-        Raises ValueError if its shape is not ``shape``, or its dtype is not the dtype of ``like``.
-        """
+        """Return the state ``name``, on the device of ``like``. If it is missing, create it."""
         state = self._state.get(name)
         if state is None:
             state = create()

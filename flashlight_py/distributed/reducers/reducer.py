@@ -270,11 +270,7 @@ class CoalescingReducer(_Pending):
             work.wait()
 
     def _send_by_hook(self, arrays: Sequence[Array]) -> Work:
-        """Pass ``arrays``, of one dtype and on one device, to the hook as one bucket.
-
-        A single contiguous array is passed directly. Otherwise the arrays are copied into one
-        array, and ``wait()`` of the returned Work copies the results back.
-        """
+        """Pass ``arrays``, of one dtype and on one device, to the hook as one bucket."""
         is_packed = len(arrays) == 1 and as_packed(arrays[0]) is arrays[0]
         pieces = [as_packed(array).reshape(-1) for array in arrays]
         flat = pieces[0] if is_packed else array_module(pieces[0]).concatenate(pieces)
