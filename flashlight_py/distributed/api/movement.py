@@ -17,7 +17,7 @@ from flashlight_py.distributed.calls import arrays as call_arrays
 from flashlight_py.distributed.calls.arrays import as_array, check_out_rows, encode_part
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import OverlapCheck, check_rank, check_rows, row_counts
-from flashlight_py.distributed.calls.combining import split_rows
+from flashlight_py.distributed.calls.combining import split_rows, store_each
 from flashlight_py.distributed.failures.wording import different_calls
 from flashlight_py.distributed.groups.membership import Membership, members_of
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER
@@ -254,8 +254,7 @@ def _blocks_to_all(members: Membership, xs: Any, outs: Any, async_op: bool, has_
             return [user_result(xs[0], part.copy(), False) for part in parts]
         for index, block in enumerate(parts):
             check(index, block, "; the other ranks have their results")
-        for room, part in zip(rooms, parts, strict=True):
-            room[...] = part
+        store_each(rooms, parts)
         return [user_result(out, room, True) for out, room in zip(outs, rooms, strict=True)]
 
     return members.keep(Then(work, results)) if async_op else results(work)
@@ -327,13 +326,12 @@ def _agree(members: Membership, call: Call, counts: list[int]) -> tuple[Any, tup
 
 def _concatenate_parts(xs: Any, size: int, counts: list[int] | None) -> Array:
     """Return the root's arrays as one array: stacked if ``counts`` is None, else concatenated."""
-    is_list = isinstance(xs, list | tuple)
-    arrays = [as_array("scatter", x, False, of_any_dtype=True) for x in (xs if is_list else [xs])]
-    if not is_list:
-        array = arrays[0]
+    if not isinstance(xs, list | tuple):
+        array = as_array("scatter", xs, False, of_any_dtype=True)
         if check_rows("scatter", array, counts, size) is not None:
             return array
         return as_packed(array).reshape(size, array.shape[0] // size, *array.shape[1:])
+    arrays = [as_array("scatter", x, False, of_any_dtype=True) for x in xs]
     if len(xs) != size:
         raise ValueError(f"scatter: xs must have {size} arrays, one for each rank, got {len(xs)}")
     first, free = arrays[0], counts is not None  # ``free``: first dimensions may differ

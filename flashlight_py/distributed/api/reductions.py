@@ -17,7 +17,7 @@ from flashlight_py.distributed.api.verb_call import Group, collective, native_en
 from flashlight_py.distributed.calls.arrays import as_array, identity_of, pack_terms, parse_op
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import NUMBERS, OverlapCheck, as_number
-from flashlight_py.distributed.calls.combining import split_rows
+from flashlight_py.distributed.calls.combining import store_each, views
 from flashlight_py.distributed.constants import Op, ReduceOp
 from flashlight_py.distributed.groups.membership import Membership, members_of
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -307,9 +307,7 @@ def all_reduce_multiple(
             work = AllOf([_reduce_together(members, batch, limit, **options) for batch in plan])
 
         def results(_: Any) -> list[Any]:
-            for array, copy in zip(checked, packed, strict=True):
-                if array is not copy:
-                    array[...] = copy
+            store_each(checked, packed)
             return [user_result(x, array, True) for x, array in zip(inputs, checked, strict=True)]
 
         if not async_op:
@@ -329,9 +327,7 @@ setattr(all_reduce_multiple, "finish", _unpacked_later)  # noqa: B010  (native c
 def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[X]:
     """Copy results to the arrays. Each entry of ``packs`` is a buffer, followed by its arrays."""
     for flat, *arrays in packs:
-        parts = split_rows(flat, [array.size for array in arrays])
-        for array, part in zip(arrays, parts, strict=True):
-            array[...] = part.reshape(array.shape)
+        store_each(arrays, views(flat, [array.shape for array in arrays]))
     return results
 
 

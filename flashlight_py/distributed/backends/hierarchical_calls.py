@@ -21,7 +21,12 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.arrays import as_bytes, check_out_rows, row_bytes
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.combining import combine_natively, factors, split_rows
+from flashlight_py.distributed.calls.combining import (
+    combine_natively,
+    factors,
+    split_rows,
+    store_each,
+)
 from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, RankMessage, between_hosts
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BROADCAST, Verb
 from flashlight_py.distributed.work import Done, Work
@@ -196,9 +201,7 @@ class HostCalls:
             work = self._between.start(step)
         if (received := work.wait()) is not None:
             targets = [of_host[index] for of_host in sections]
-            parts = split_rows(received, list(map(len, targets)))
-            for target, part in zip(targets, parts, strict=True):
-                target[...] = part
+            store_each(targets, split_rows(received, list(map(len, targets))))
         for host, of_host in enumerate(sections):
             if host != self._home:
                 self._share(of_host)

@@ -7,7 +7,8 @@ lacks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -66,6 +67,18 @@ def factors(dtype: np.dtype[Any], op: ReduceOp, scale: float) -> tuple[float, fl
 
 def split_rows(rows: Any, counts: Sequence[int]) -> list[Any]:
     return [rows[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
+
+
+def views(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    parts = split_rows(flat, [math.prod(shape) for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def store_each(arrays: Iterable[Array], values: Iterable[Array]) -> None:
+    """Copy each of ``values`` to its array, unless they are one object."""
+    for array, value in zip(arrays, values, strict=True):
+        if array is not value:
+            array[...] = value
 
 
 def concatenated(arrays: Sequence[Array]) -> Array:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,7 +18,6 @@ from numpy.typing import DTypeLike, NDArray
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.api import all_reduce
 from flashlight_py.distributed.api.group import ProcessGroup
-from flashlight_py.distributed.calls.combining import split_rows
 from flashlight_py.distributed.work import Done, Then, Work
 
 LARGEST = 65504.0
@@ -84,12 +82,6 @@ class Bucket:
 # call the same collectives on every rank. The caller waits for the Works in this order. wait() may
 # also call collectives.
 CommunicationHook: TypeAlias = Callable[[Bucket], Work]
-
-
-def views(flat: Array, shapes: Iterable[tuple[int, ...]]) -> list[Array]:
-    shapes = list(shapes)
-    parts = split_rows(flat, [math.prod(shape) for shape in shapes])
-    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class Compression(abc.ABC):

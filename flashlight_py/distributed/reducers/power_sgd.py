@@ -10,7 +10,8 @@ import numpy as np
 
 from flashlight_py.checks import check_integer
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
-from flashlight_py.distributed.reducers.hook import Bucket, Compression, views
+from flashlight_py.distributed.calls.combining import store_each, views
+from flashlight_py.distributed.reducers.hook import Bucket, Compression
 from flashlight_py.distributed.work import Then, Work
 
 # If a projected column is shorter than this fraction of the old length, it is rounding error.
@@ -114,8 +115,7 @@ class PowerSGDCompression(Compression):
             for number, residual in enumerate(residuals):
                 matrices[number] += residual
                 xp.matmul(matrices[number], factors[number], out=lefts[number])
-        for message_part, part in zip(exact, other_parts, strict=True):
-            message_part[...] = part
+        store_each(exact, other_parts)
 
         def finish(_: object) -> None:
             shapes = [(matrix.shape[1], self.rank) for matrix in matrices]
@@ -130,8 +130,7 @@ class PowerSGDCompression(Compression):
             bucket.all_reduce(message, blocking=True).wait()
             for base, right, matrix in products:
                 outer_sum(base, right, out=matrix)
-            for message_part, part in zip(exact, other_parts, strict=True):
-                part[...] = message_part
+            store_each(other_parts, exact)
             is_finite = xp.isfinite(message).all()
             if not is_finite:
                 self._residual(bucket)[...] = 0

@@ -13,8 +13,9 @@ from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.api.verb_call import reject_together
 from flashlight_py.distributed.calls.arrays import as_array
 from flashlight_py.distributed.calls.checks import OverlapCheck
+from flashlight_py.distributed.calls.combining import store_each, views
 from flashlight_py.distributed.constants import DistributedConstants
-from flashlight_py.distributed.reducers.hook import Bucket, CommunicationHook, check_hook, views
+from flashlight_py.distributed.reducers.hook import Bucket, CommunicationHook, check_hook
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.distributed.work import Then, Work
 from flashlight_py.kinds import kind_of
@@ -276,12 +277,7 @@ class CoalescingReducer(_Pending):
         flat = pieces[0] if is_packed else array_module(pieces[0]).concatenate(pieces)
         parts = views(flat, [array.shape for array in arrays])
         work = self._call_hook(flat, parts, 0 if self._async else math.inf)
-
-        def copy_back(_: Any) -> None:
-            for array, part in zip(arrays, parts, strict=True):
-                array[...] = part
-
-        return work if is_packed else Then(work, copy_back)
+        return work if is_packed else Then(work, lambda _: store_each(arrays, parts))
 
 
 def reduce_all(arrays: Sequence[Array], scale: float, group: ProcessGroup | None) -> None:
