@@ -68,7 +68,8 @@ class EntryPoints:
     __slots__ = ("barrier", "collective", "objects", "sendrecv")
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
-        self.collective, self.sendrecv, self.objects = functions or (left_to_python,) * 3
+        values: Any = functions or (left_to_python,) * 3
+        self.collective, self.sendrecv, self.objects = values
         self.barrier = self.collective
 
     def replace_by(self, other: EntryPoints) -> None:
