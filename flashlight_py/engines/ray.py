@@ -221,50 +221,44 @@ def config(params: Mapping[str, Any] | None = None) -> Any:
         ... )
         >>> trainer.fit()
     """
+    import ray
     from ray.train.backend import Backend, BackendConfig
 
     if params is not None and "FILE_PATH" in params:
         raise ValueError("ray_train.config: params must not contain FILE_PATH. Remove FILE_PATH")
 
-    class WorldBackend(_TrainerWorld, Backend):  # type: ignore[misc]
-        """The world of a group of workers."""
+    class WorldBackend(Backend):  # type: ignore[misc]
+        """Functions that Ray calls in the process that controls the workers."""
 
-    class WorldConfig(_TrainerConfig, BackendConfig):  # type: ignore[misc]
+        def on_start(self, workers: Any, backend_config: WorldConfig) -> None:
+            start = Start(len(workers))
+            world = workers.execute_single(0, listen_on_node, start.key), backend_config.params
+            joining = [
+                workers.execute_single_async(i, start.join, i, *world) for i in range(start.size)
+            ]
+            ray.get(joining)
+
+        def on_shutdown(self, workers: Any, _: WorldConfig) -> None:
+            """Make the workers leave the world. After 5 seconds, Ray kills the others."""
+            tasks = workers.execute_async(_leave)
+            ray.wait(tasks, num_returns=len(tasks), timeout=ENDING_SECONDS)
+
+    class WorldConfig(BackendConfig):  # type: ignore[misc]
         backend_cls = WorldBackend
 
-    return WorldConfig(dict(params or {}))
+        def __init__(self) -> None:
+            self.params = dict(params or {})
 
+        @property
+        def train_func_context(self) -> Callable[[], Any]:
+            import flashlight_py as fl
 
-class _TrainerConfig:
-    def __init__(self, params: dict[str, Any]) -> None:
-        self.params = params
+            return fl.abort_on_exception
 
-    @property
-    def train_func_context(self) -> Callable[[], Any]:
-        import flashlight_py as fl
+        def to_dict(self) -> dict[str, Any]:
+            return {name: str(value) for name, value in self.params.items()}
 
-        return fl.abort_on_exception
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: str(value) for name, value in self.params.items()}
-
-
-class _TrainerWorld:
-    """Methods that Ray calls in the process that controls the workers."""
-
-    def on_start(self, workers: Any, backend_config: _TrainerConfig) -> None:
-        import ray
-
-        start = Start(len(workers))
-        world = (workers.execute_single(0, listen_on_node, start.key), backend_config.params)
-        ray.get([workers.execute_single_async(i, start.join, i, *world) for i in range(start.size)])
-
-    def on_shutdown(self, workers: Any, _: _TrainerConfig) -> None:
-        """Make the workers leave the world. After 5 seconds, Ray kills the remaining workers."""
-        import ray
-
-        tasks = workers.execute_async(_leave)
-        ray.wait(tasks, num_returns=len(tasks), timeout=ENDING_SECONDS)
+    return WorldConfig()
 
 
 def _leave() -> None:

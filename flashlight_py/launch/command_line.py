@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from tempfile import TemporaryDirectory
 
 from flashlight_py import system
 from flashlight_py.launch.agent import Agent
@@ -27,19 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.timeout is not None:
         os.environ["FLASHLIGHT_TIMEOUT"] = f"{options.timeout:g}"
     stdin, front = _input_for_rank_0(), os.getpid()
-    folder = tempfile.mkdtemp(prefix="flashlight-")
-
-    def remove_folder() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+    folder = TemporaryDirectory(prefix="flashlight-", ignore_cleanup_errors=True)
 
     def work() -> int:
         try:
-            return _run(options, folder, stdin)
+            return _run(options, folder.name, stdin)
         finally:
             if os.getppid() != front:  # the front was killed and cannot remove the folder
-                remove_folder()
+                folder.cleanup()
 
-    return run_in_copy(work, remove_folder)
+    return run_in_copy(work, folder.cleanup)
 
 
 def _run(options: Options, folder: str, stdin: int | None) -> int:

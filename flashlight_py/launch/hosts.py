@@ -56,15 +56,13 @@ class SshAgent:
         assert self._process.stdout
         with self._process.stdin as stdin:
             self._outgoing = Outgoing(loop, stdin.fileno())
+        self.put = self._outgoing.put
         self._output = self._process.stdout
         beat = partial(self._outgoing.put_if_idle, message("pulse"))
         self._pulse = Pulse(loop, lost_after, beat, self._on_silence, is_connected=False)
         self._reader = Reader(self._output.fileno(), self._pulse.on_data)
         loop.watch(self._output.fileno(), self._read)
         loop.watch_child(self._process, self._on_exit)
-
-    def put(self, line: bytes) -> None:
-        self._outgoing.put(line)
 
     def close(self) -> None:
         """Kill ssh and close the connection, which ends the agent. Idempotent."""

@@ -72,7 +72,7 @@ class Loop(Poll):
     def __init__(self) -> None:
         super().__init__()
         self.on_signal: Callable[[signal.Signals], None] = lambda number: None
-        self._pulses: list[Pulse] = []
+        self.pulses: list[Pulse] = []
         self._children: dict[int, tuple[system.Popen[bytes], Callable[[int], None]]] = {}
         self._signals, self._woken = system.pipe()
         for descriptor in (self._signals, self._woken):
@@ -94,15 +94,10 @@ class Loop(Poll):
 
     def start_pulse(self, pulse: Pulse) -> None:
         """Start calling ``pulse.beat``, even while this process blocks in a system call."""
-        self._pulses.append(pulse)
+        self.pulses.append(pulse)
         system.signal(signal.SIGALRM, self._beat)
         if system.getitimer(signal.ITIMER_REAL)[1] == 0.0:
             system.setitimer(signal.ITIMER_REAL, BEAT_SECONDS, BEAT_SECONDS)
-
-    def stop_pulse(self, pulse: Pulse) -> None:
-        """Stop calling ``pulse.beat``; no error if it was not started."""
-        with suppress(ValueError):
-            self._pulses.remove(pulse)
 
     def watch_child(self, process: system.Popen[bytes], callback: Callable[[int], None]) -> None:
         """Call ``callback`` when ``process`` ends, with its exit code or minus its signal."""
@@ -134,8 +129,8 @@ class Loop(Poll):
         for number in set(system.read(self._signals, 4096)):
             if number == SIGCHLD:
                 self.reap()
-            elif self._pulses and number == signal.SIGALRM:
-                for pulse in tuple(self._pulses):
+            elif self.pulses and number == signal.SIGALRM:
+                for pulse in tuple(self.pulses):
                     pulse.count_silence()
             else:
                 self.on_signal(signal.Signals(number))
@@ -146,7 +141,7 @@ class Loop(Poll):
             system.send(self._woken, b"\0")
 
     def _beat(self, number: int, frame: object) -> None:
-        for pulse in tuple(self._pulses):
+        for pulse in tuple(self.pulses):
             pulse.beat()
 
 
@@ -223,4 +218,6 @@ class Pulse:
             self._on_silence(f"since {since} ({self.silent:g} s)")
 
     def stop(self) -> None:
-        self._loop.stop_pulse(self)
+        """Stop the calls of ``beat``; no error if they have stopped."""
+        with suppress(ValueError):
+            self._loop.pulses.remove(self)
