@@ -155,7 +155,9 @@ def reach(address: tuple[str, int], seconds: float, key: bytes, ends: tuple[int,
     try:
         sock.sendall(ends[0].to_bytes(_RANK_BYTES, "big") + _token(key, b"to", ends))
         if not hmac.compare_digest(_read(sock, PROOF_BYTES), _token(key, b"from", ends)):
-            raise ConnectionError("another program answers at its address")
+            raise ConnectionError(
+                "expected the proof of a rank, got the answer of another program. Start the job again"
+            )
     except BaseException:
         sock.close()
         raise
@@ -191,8 +193,10 @@ def _read(sock: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
         if not (more := sock.recv(count - len(data))):
-            why = f"{HAS_ENDED}, or the secrets of the job differ"
-            raise ConnectionError(f"expected the proof of a rank, got the end of the data: {why}")
+            raise ConnectionError(
+                f"expected the proof of a rank, got the end of the data ({HAS_ENDED}). Check that "
+                "all ranks have the same secret"
+            )
         data += more
     return data
 
