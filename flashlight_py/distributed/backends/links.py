@@ -156,7 +156,7 @@ def reach(address: tuple[str, int], seconds: float, key: bytes, ends: tuple[int,
         sock.sendall(ends[0].to_bytes(_RANK_BYTES, "big") + _token(key, b"to", ends))
         if not hmac.compare_digest(_read(sock, PROOF_BYTES), _token(key, b"from", ends)):
             raise ConnectionError(
-                "expected the proof of a rank, got the answer of another program. Start the job again"
+                "expected the proof of a rank, got another program's answer. Start the job again"
             )
     except BaseException:
         sock.close()
