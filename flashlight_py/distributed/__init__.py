@@ -16,8 +16,10 @@ _HOMES = {
     "api.group": ["ProcessGroup"],
     "work": ["Work"],
     "reducers.reducer": ["Reducer", "InlineReducer", "CoalescingReducer"],
-    "reducers.hook": ["Bucket", "Compression", "Float16Compression", "Bfloat16Compression"],
-    "reducers.power_sgd": ["PowerSGDCompression"],
+    "reducers.hook": [
+        *("Bucket", "Compression", "Float16Compression", "Bfloat16Compression"),
+        "PowerSGDCompression",
+    ],
     "api": api.__all__,
 }
 export(globals(), _HOMES)

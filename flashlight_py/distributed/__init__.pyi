@@ -23,7 +23,7 @@ from flashlight_py.distributed.reducers.hook import Bucket as Bucket
 from flashlight_py.distributed.reducers.hook import Compression as Compression
 from flashlight_py.distributed.reducers.hook import Float16Compression as Float16Compression
 from flashlight_py.distributed.reducers.hook import Bfloat16Compression as Bfloat16Compression
-from flashlight_py.distributed.reducers.power_sgd import PowerSGDCompression as PowerSGDCompression
+from flashlight_py.distributed.reducers.hook import PowerSGDCompression as PowerSGDCompression
 from flashlight_py.distributed.api import Grid as Grid
 from flashlight_py.distributed.api import barrier as barrier
 from flashlight_py.distributed.api import grid as grid

@@ -209,10 +209,7 @@ class AllOf(Work[list[Any]]):
         self._failure: Exception | None = None  # set when all works have ended
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """Wait at most ``timeout`` seconds for each operation, then raise the first failure.
-
-        A GroupClosedError is raised only if there is no other failure, which may be its cause.
-        """
+        """Wait at most ``timeout`` seconds for each operation, then raise like ``wait_for``."""
         if self._failure is not None:
             raise self._failure
         results: list[Any] = []

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.reducers.hook import LARGEST, from_half, to_half
-from flashlight_py.distributed.reducers.power_sgd import orthonormal, outer_sum
+from flashlight_py.distributed.reducers.hook import from_half, orthonormal, outer_sum, to_half
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.work import Done, Then
 from tests.distributed import hook_steps
@@ -30,6 +29,7 @@ from tests.distributed.hook_steps import (
 )
 
 ranks = ranks_in(*(("single", 1), ("shm", 3), ("gloo", 2)), slow=[("hierarchical", 3)])
+LARGEST = 65504.0  # the largest float16
 DTYPES = ("float32", "float64")
 
 

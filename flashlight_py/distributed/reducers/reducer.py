@@ -33,11 +33,7 @@ class Filling:
         self._items: list[Any] = []
 
     def add(self, item: Any, size: int, kind: object = None) -> list[Any]:
-        """Add an item of ``size`` bytes to the bucket.
-
-        If the item does not fit, or its ``kind`` differs, it begins a new bucket. Then return the
-        items of the old bucket, else [].
-        """
+        """Add an item of ``size`` bytes. If it starts a bucket, return the old items, else []."""
         ends = self._items and (kind != self._kind or self._bytes + size > self._limit)
         ended = self.take() if ends else []
         self._items.append(item)

@@ -25,10 +25,7 @@ StoreFactory = Callable[[], Store]
 def choose_store(
     method: DistributedInit | None, rank: int, size: int, settings: Settings
 ) -> StoreFactory | None:
-    """Return a function that creates the store, or None for a world of one process.
-
-    Raises ValueError and RendezvousError like ``distributed_init``.
-    """
+    """Return a function that creates the store, or None for a world of one process."""
     host, port, file = settings.master_addr, settings.master_port, settings.file_path
     is_passed = (rank, size) != (-1, -1)
     if host is not None and method not in (None, DistributedInit.ENV):
