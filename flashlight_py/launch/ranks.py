@@ -240,17 +240,12 @@ def end_leftovers(loop: Loop, grace: float) -> list[int]:
     def remaining_processes() -> set[int]:
         return set(system.children()) if loop.reap() else set()
 
-    terminated: set[int] = set()
-    ends = system.monotonic() + grace
-    while (remaining := remaining_processes()) and system.monotonic() < ends:
-        for pid in remaining - terminated:
-            terminated.add(pid)
-            system.kill(pid, signal.SIGTERM)
-            system.kill(pid, SIGCONT)  # a stopped process would not handle SIGTERM
-        loop.once(ends)
-    ends = system.monotonic() + _KILLED_SECONDS
-    while (remaining := remaining_processes()) and system.monotonic() < ends:
-        for pid in remaining:  # again: we adopt the orphans of killed processes
-            system.kill(pid, SIGKILL)
-        loop.once(ends)
+    for number, seconds in ((signal.SIGTERM, grace), (SIGKILL, _KILLED_SECONDS)):
+        signalled, ends = set[int](), system.monotonic() + seconds
+        while (remaining := remaining_processes()) and system.monotonic() < ends:
+            for pid in remaining - signalled:  # later also the orphans of ended processes
+                system.kill(pid, number)
+                system.kill(pid, SIGCONT)  # a stopped process would not handle SIGTERM
+            signalled = remaining
+            loop.once(ends)
     return sorted(remaining_processes())

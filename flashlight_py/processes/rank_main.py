@@ -54,7 +54,6 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Write each line when it is complete, also to a pipe and if PYTHONUNBUFFERED is set.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    authkey = link.recv_bytes() if authkey is None else authkey
     multiprocessing.current_process().authkey = authkey
     try:
         fn, args, params = _load(task)
@@ -77,14 +76,15 @@ def main() -> None:
         link.recv_bytes()
 
 
-def _inherited(task: int, link: int, parent: int) -> tuple[Any, Connection, None]:
-    os.set_inheritable(link, False)  # the link must close when this process ends
-    os.set_blocking(link, True)  # gevent in the parent makes sockets non-blocking
+def _inherited(task: int, descriptor: int, parent: int) -> tuple[Any, Connection, bytes]:
+    os.set_inheritable(descriptor, False)  # the link must close when this process ends
+    os.set_blocking(descriptor, True)  # gevent in the parent makes sockets non-blocking
     kill_if_parent_ends(parent)
     # Mapped, because the ranks share the descriptor and therefore its file position.
     file = mmap.mmap(task, 0, prot=mmap.PROT_READ)
     os.close(task)
-    return file, Connection(link), None
+    link = Connection(descriptor)
+    return file, link, link.recv_bytes()
 
 
 def _received() -> tuple[Any, Connection, bytes]:
