@@ -20,7 +20,6 @@ from flashlight_py.interfaces import keep_port, listen_everywhere, own_addresses
 from flashlight_py.launch.channel import Outgoing, Reader, message, parsed, write_whole
 from flashlight_py.launch.front import run_in_copy
 from flashlight_py.launch.loop import HARMLESS, LOST_SECONDS, SIGCONT, Loop, Pulse
-from flashlight_py.launch.output import Source
 from flashlight_py.launch.ranks import (
     LISTENER,
     RECORDS,
@@ -80,7 +79,9 @@ class Agent:
     def start(self, slots: Sequence[Sequence[int]]) -> None:
         """Start the ranks ``slots``: one per round of the event loop, which handles signals too."""
         task = self._task
-        self._ranks = RankProcesses(self._loop, self._on_output)
+        self._ranks = RankProcesses(
+            self._loop, lambda source, data: self.report("output", *source, data)
+        )
         self._cleanup.callback(self._ranks.close)
         if task["wants_records"]:
             self._record_pipe = RecordPipe(self._loop)
@@ -182,9 +183,6 @@ class Agent:
             yield read_end
             system.close(read_end)
             self.report("more")
-
-    def _on_output(self, source: Source, data: bytes) -> None:
-        self.report("output", *source, data)
 
     def _on_exit(self, ranks: RankProcesses, rank: int, code: int) -> None:
         if ranks is self._ranks:  # otherwise the rank of an earlier attempt was reaped late

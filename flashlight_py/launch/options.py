@@ -87,8 +87,6 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
         parser.error(str(error))
     if options.min_n is not None and options.min_n > total:
         parser.error(f"--min-n: expected 1 to {total}, the number of ranks, got {options.min_n}")
-    if (seconds := namespace.lost_after) < LEAST_SECONDS:
-        parser.error(f"--lost-after: expected {LEAST_SECONDS:g} or more, got {seconds:g}")
     if options.output_dir is not None:
         _make_folder(parser, options.output_dir)
     return options
@@ -125,7 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout", type=_positive_seconds, metavar="SECONDS", help=text)
     add("--grace", type=_seconds, default=5.0, help="seconds from SIGTERM to SIGKILL (default 5)")
     text = f"seconds of silence until a host is declared lost (default {LOST_SECONDS:g})"
-    add("--lost-after", type=_seconds, default=LOST_SECONDS, metavar="SECONDS", help=text)
+    seconds = partial(_seconds, minimum=LEAST_SECONDS)
+    add("--lost-after", type=seconds, default=LOST_SECONDS, metavar="SECONDS", help=text)
     text = "PROGRAM is a command and not a Python script"
     add("--no-python", "--no_python", action="store_true", help=text)
     add("-m", "--module", action="store_true", help="PROGRAM is a module, as in python -m")
@@ -203,13 +202,13 @@ def _integer(text: str, minimum: int = 0) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _seconds(text: str, minimum: float = 0.0) -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds <= MOST_SECONDS:
-        limit = f"from 0 to {MOST_SECONDS:.0f}"
+    if not minimum <= seconds <= MOST_SECONDS:
+        limit = f"from {minimum:g} to {MOST_SECONDS:.0f}"
         raise argparse.ArgumentTypeError(f"expected a number of seconds {limit}, got {text!r}")
     return seconds
 

@@ -147,5 +147,4 @@ class Supervisor:
                     "Ctrl-C to end the job"
                 )
                 self._say = None
-        if now >= self._output.flush_at():
-            self._output.flush(now)
+        self._output.flush(now)

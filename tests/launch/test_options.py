@@ -82,7 +82,8 @@ def test_read_options_accepts_host_options_of_mpirun() -> None:
         (["-n", "2", "--min-n", "3", "x"], "--min-n: expected 1 to 2"),
         (["--grace", "-1", "x"], "--grace: expected a number of seconds from 0 to"),
         (["--timeout", "0", "x"], "--timeout: expected more than 0 seconds, got '0'"),
-        (["--lost-after", "1e7", "x"], "--lost-after: expected a number of seconds from 0 to"),
+        (["--lost-after", "1e7", "x"], "--lost-after: expected a number of seconds from 2 to"),
+        (["--lost-after", "1.9", "x"], "seconds from 2 to 1000000, got '1.9'"),
         (["t.py"], "--nnodes (or PET_*): expected a single launcher, got 2"),  # of several pods
         ([], "the following arguments are required: PROGRAM"),
     ],
