@@ -19,7 +19,7 @@ int fl_tagi_lstm_backward(const fl_tagi_lstm *lstm, const float *weight, const f
                            const float *d, const float *e, float *dz, float *ez, float *dx,
                            float *ex);
 
-/* Update flat arrays of `size` elements; see flashlight_py/tagi/parameters.py. */
+/* Update flat arrays of `size` elements; see ParameterBucket of flashlight_py/tagi/layer.py. */
 void fl_tagi_step(float *mean, float *variance, const float *mean_sum, const float *variance_sum,
                   size_t size, float inverse_cap);
 

@@ -16,8 +16,7 @@ from flashlight_py import kernels
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.erf import FAR, MIDDLE, NEAR, SPLIT, quotient
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape
-from flashlight_py.tagi.native import floats, native_for
-from flashlight_py.tagi.states import REAL, BaseHiddenStates
+from flashlight_py.tagi.states import REAL, BaseHiddenStates, floats, native_for
 
 Moments: TypeAlias = tuple[Array, Array, Array]
 

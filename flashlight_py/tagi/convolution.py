@@ -8,8 +8,7 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.tagi import windows
-from flashlight_py.tagi.layer import Deltas, Shape, times_slope
-from flashlight_py.tagi.parameters import Parameter, gaussian, spread
+from flashlight_py.tagi.layer import Deltas, Parameter, Shape, gaussian, spread, times_slope
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 from flashlight_py.tagi.windows import channel_first
 

@@ -17,10 +17,9 @@ from flashlight_py.distributed.internal import EagerReducer, group_or_world, in_
 from flashlight_py.parallel import gradient_pass
 from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
 from flashlight_py.parallel.synchronize import synchronize
-from flashlight_py.tagi.layer import BaseLayer
+from flashlight_py.tagi.layer import BaseLayer, ParameterBucket
 from flashlight_py.tagi.network import StateDict
 from flashlight_py.tagi.normalization import BatchNorm2d
-from flashlight_py.tagi.parameters import ParameterBucket, zeros_on
 from flashlight_py.tagi.sequential import Sequential
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates
 
@@ -249,13 +248,13 @@ class DeltaSync(gradient_pass.GradientPass[DeltaBucket]):
             raise ValueError("DDPSequential: expected a network with parameters, got no parameters")
         device, group = self._model.device, self.reducer.group
         shared = functools.partial(gradient_pass.shared_zeros, dtype=REAL, group=group)
-        sums = shared if device == "cpu" else zeros_on(device)
+        sums = shared if device == "cpu" else None
         sizes = [2 * REAL.itemsize * (layer.num_weights + layer.num_biases) for layer in layers]
         planned = [[layers[i] for i in bucket] for bucket in plan_buckets(sizes, limit)]
         for bucket in planned:
             parameters = [parameter for layer in bucket for parameter in layer.parameters_in_use]
             has_samples = int(bucket is planned[-1])  # the last bucket stores the number of samples
-            storage = ParameterBucket(parameters, zeros_on(device), sums, has_samples)
+            storage = ParameterBucket(parameters, device, sums, has_samples)
             self._buckets.append(DeltaBucket(storage, len(bucket)))
             for layer in bucket:
                 layer.on_sums = functools.partial(self._on_sums, self._buckets[-1])

@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
-from flashlight_py.tagi.parameters import Parameter, gaussian, spread
+from flashlight_py.tagi import layer
+from flashlight_py.tagi.layer import BaseLayer, Deltas, Parameter, Shape, times_slope
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
 FEW = 100  # a batch with fewer samples is small
@@ -43,9 +43,9 @@ class Linear(BaseLayer):
         if input_size < 1 or output_size < 1:
             raise ValueError(f"Linear: sizes must be at least 1, got {input_size}, {output_size}")
         self.input_shape, self.output_shape = (input_size,), (output_size,)
-        deviation = spread(init_method, input_size, output_size)
-        self.weight: Parameter = gaussian((output_size, input_size), deviation, gain_weight)
-        self.biases = gaussian((output_size,), deviation, gain_bias) if bias else None
+        deviation = layer.spread(init_method, input_size, output_size)
+        self.weight: Parameter = layer.gaussian((output_size, input_size), deviation, gain_weight)
+        self.biases = layer.gaussian((output_size,), deviation, gain_bias) if bias else None
         self._x = BaseHiddenStates(np.empty((0, input_size)))
         self._squares = self._x.mean  # squares of the input means
         self._square: Array | None = None  # squares of the means of the weights, if computed
@@ -136,7 +136,7 @@ class Embedding(BaseLayer):
         self._size = input_size
         if input_size:
             self.connect((input_size,))
-        self.weight: Parameter = gaussian((num_embeddings, embedding_dim), scale, 1.0)
+        self.weight: Parameter = layer.gaussian((num_embeddings, embedding_dim), scale, 1.0)
         if padding_idx >= 0:
             self.weight.mean[padding_idx] = 0
         self._indices = np.empty((0, input_size), np.int64)

@@ -20,8 +20,7 @@ import numpy as np
 from flashlight_py.device import Array, array_module
 from flashlight_py.tagi.activations import Activation
 from flashlight_py.tagi.layer import BaseLayer
-from flashlight_py.tagi.lstm import States
-from flashlight_py.tagi.recurrent import LSTM, SLSTM, SLinear
+from flashlight_py.tagi.lstm import LSTM, SLSTM, SLinear, States
 from flashlight_py.tagi.states import REAL, BaseHiddenStates, as_real, host_copy, unmasked
 
 # The arrays of a layer in pytagi's dictionaries, and the first arrays in state_dict().

@@ -19,11 +19,11 @@ from flashlight_py.tagi.layer import LayerBlock as LayerBlock
 from flashlight_py.tagi.layer import ResNetBlock as ResNetBlock
 from flashlight_py.tagi.linear import Embedding as Embedding
 from flashlight_py.tagi.linear import Linear as Linear
+from flashlight_py.tagi.lstm import LSTM as LSTM
+from flashlight_py.tagi.lstm import SLSTM as SLSTM
+from flashlight_py.tagi.lstm import SLinear as SLinear
 from flashlight_py.tagi.normalization import BatchNorm2d as BatchNorm2d
 from flashlight_py.tagi.normalization import LayerNorm as LayerNorm
-from flashlight_py.tagi.recurrent import LSTM as LSTM
-from flashlight_py.tagi.recurrent import SLSTM as SLSTM
-from flashlight_py.tagi.recurrent import SLinear as SLinear
 from flashlight_py.tagi.sequential import Sequential as Sequential
 from flashlight_py.tagi.states import BaseDeltaStates as BaseDeltaStates
 from flashlight_py.tagi.states import BaseHiddenStates as BaseHiddenStates

@@ -11,10 +11,8 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy, to_device
 from flashlight_py.tagi.activations import Moments
-from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
-from flashlight_py.tagi.native import data_pointer, tagi_kernels
-from flashlight_py.tagi.parameters import Parameter
-from flashlight_py.tagi.states import REAL, BaseHiddenStates
+from flashlight_py.tagi.layer import BaseLayer, Deltas, Parameter, Shape, times_slope
+from flashlight_py.tagi.states import REAL, BaseHiddenStates, data_pointer, tagi_kernels
 
 NORM_STATISTICS = ("running_mean", "running_variance", "batch_mean", "batch_variance")
 

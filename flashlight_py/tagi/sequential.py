@@ -11,10 +11,9 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 from flashlight_py.tagi import states
-from flashlight_py.tagi.layer import BaseLayer, LayerBlock, Shape
+from flashlight_py.tagi.layer import FLOOR, BaseLayer, LayerBlock, ParameterBucket, cap_factor
 from flashlight_py.tagi.network import Network
 from flashlight_py.tagi.normalization import NORM_STATISTICS, BatchNorm2d
-from flashlight_py.tagi.parameters import FLOOR, ParameterBucket, cap_factor, zeros_on
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, as_real, host_copy
 
 
@@ -62,7 +61,7 @@ class Sequential(Network):
         self.output_delta_z_buffer = BaseDeltaStates()
         self.training = True
         self.input_state_update = False
-        self._shape: Shape | None = None  # shape of one sample; None: not known yet
+        self._shape: tuple[int, ...] | None = None  # shape of one sample; None: not known yet
         self._from_states = False  # whether the last input was another network's output
         self.samples = self.learnt = 0
         self._is_recorded = False  # whether the layers have kept the data for a backward pass
@@ -201,7 +200,7 @@ class Sequential(Network):
         layers = [layer for _, layer in self.named_layers() if layer.parameters_in_use][::-1]
         if make is None:
             parameters = [parameter for layer in layers for parameter in layer.parameters_in_use]
-            self.buckets = [ParameterBucket(parameters, zeros_on(self.device))]
+            self.buckets = [ParameterBucket(parameters, self.device)]
         else:
             self.buckets = make(layers)
 
@@ -323,7 +322,7 @@ class Sequential(Network):
             raise ValueError(f"var_x: variances must be at least 0, got {variance.min()}")
         return BaseHiddenStates(mean, variance)
 
-    def _shape_of_samples(self, shape: tuple[int, ...]) -> Shape:
+    def _shape_of_samples(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the sample shape of a batch of ``shape``. If it is new, connect the layers."""
         size = math.prod(shape)
         if not shape or 0 in shape[1:]:
@@ -341,7 +340,7 @@ class Sequential(Network):
         self._connect(sample)
         return sample
 
-    def _connect(self, sample: Shape) -> None:
+    def _connect(self, sample: tuple[int, ...]) -> None:
         """Connect the layers for the shape ``sample``. If that fails, restore the old ones."""
         try:
             self._row.connect(sample, "")

@@ -1,4 +1,4 @@
-"""Data between layers: moments in the forward pass, deltas in the backward pass."""
+"""Data between layers, moments and deltas, and access to the native kernels of csrc/tagi."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from flashlight_py import _native
 from flashlight_py.device import Array, array_module, is_cupy, to_device
 
 REAL = np.dtype(np.float32)  # dtype of all arrays of a network
@@ -216,3 +217,33 @@ def reads_as(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
+
+
+def tagi_kernels() -> Any | None:
+    """Return the CFFI module of the kernels; None, with a warning, if it is not built."""
+    return _native.optional("tagi", "fl.tagi computes with NumPy alone, several times slower")
+
+
+def native_for(array: Array) -> Any | None:
+    """Return the kernels for ``array``; None for a CuPy array or if they are not built."""
+    return None if is_cupy(array) else tagi_kernels()
+
+
+def floats(module: Any, array: Array | None) -> Any:
+    """Return a pointer to ``array``, or to a contiguous float32 copy of it; NULL for None.
+
+    Store the result in a variable during the kernel call, because it keeps the memory alive.
+    """
+    if array is None:
+        return module.ffi.NULL
+    return module.ffi.from_buffer("float[]", np.ascontiguousarray(array, REAL))
+
+
+def data_pointer(module: Any, array: Array | None) -> Any:
+    """Return the address of an array with any strides; NULL for None.
+
+    The result does not keep the memory alive. Keep the array in a variable during the call.
+    """
+    if array is None:
+        return module.ffi.NULL
+    return module.ffi.cast("void *", array.__array_interface__["data"][0])

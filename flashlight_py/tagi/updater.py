@@ -10,8 +10,7 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, to_device
 from flashlight_py.tagi import states
-from flashlight_py.tagi.native import floats, native_for
-from flashlight_py.tagi.states import BaseHiddenStates
+from flashlight_py.tagi.states import BaseHiddenStates, floats, native_for
 
 
 def deltas_of(

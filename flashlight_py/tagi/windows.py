@@ -17,8 +17,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
-from flashlight_py.tagi.native import data_pointer, native_for
-from flashlight_py.tagi.states import REAL, BaseHiddenStates
+from flashlight_py.tagi.states import REAL, BaseHiddenStates, data_pointer, native_for
 
 
 class WindowPart(NamedTuple):

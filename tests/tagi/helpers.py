@@ -9,7 +9,7 @@ import pytest
 
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
-from flashlight_py.tagi.native import tagi_kernels
+from flashlight_py.tagi.states import tagi_kernels
 
 needs_kernels = pytest.mark.skipif(
     tagi_kernels() is None, reason="the native kernels are not built"

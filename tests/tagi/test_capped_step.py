@@ -5,13 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from flashlight_py.tagi.parameters import (
-    Parameter,
-    ParameterBucket,
-    cap_factor,
-    step_in_numpy,
-    zeros_on,
-)
+from flashlight_py.tagi.layer import Parameter, ParameterBucket, cap_factor, step_in_numpy
 from tests.tables import for_each
 from tests.tagi.helpers import equal, needs_kernels
 from tests.tagi.oracle import compare
@@ -52,7 +46,7 @@ def arrays(size: int) -> tuple[np.ndarray, ...]:
 def step(arrays: Sequence[np.ndarray], cap: float) -> tuple[np.ndarray, ...]:
     """Return the arrays after the step of a bucket."""
     mean, variance, *sums = arrays
-    bucket = ParameterBucket([Parameter(mean, variance)], zeros_on("cpu"))
+    bucket = ParameterBucket([Parameter(mean, variance)], "cpu")
     bucket.sums[...] = np.concatenate(sums)
     bucket.step(cap)
     return bucket.mean, bucket.variance, *np.split(bucket.sums, 2)
@@ -87,7 +81,7 @@ def test_step_kernel_has_the_bits_of_numpy_at_the_bounds(batch: int) -> None:
 
 
 def test_step_uses_numpy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashlight_py.tagi.native.tagi_kernels", lambda: None)
+    monkeypatch.setattr("flashlight_py.tagi.states.tagi_kernels", lambda: None)
     ours, reference = arrays(50), arrays(50)
     with np.errstate(all="ignore"):
         actual = step(ours, 2.0)

@@ -291,7 +291,7 @@ def test_lstm_kernel_equals_numpy(
         return passes(nn.LSTM(inputs, outputs, steps, bias), x, variance)
 
     numpy_net = made()
-    with mock.patch("flashlight_py.tagi.native.tagi_kernels", return_value=None):
+    with mock.patch("flashlight_py.tagi.states.tagi_kernels", return_value=None):
         reference = made()
     for number, (array, expected) in enumerate(zip(numpy_net, reference, strict=True)):
         largest = np.abs(expected).max(initial=0)
