@@ -153,7 +153,9 @@ class Agent:
         if self._record_pipe is not None:
             descriptors.append(self._record_pipe.descriptor)
             meeting = {**meeting, RECORDS: self._record_pipe.variable()}
-        environ = {**system.environ, **task["environ"]}
+        # By default, Python does not buffer output, and prints a traceback after a native crash.
+        defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        environ = {**defaults, **system.environ, **task["environ"]}
         with self._input_of(slot, task["has_input"]) as stdin:
             process = self._ranks.start(
                 slot.rank,

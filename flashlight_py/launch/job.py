@@ -23,7 +23,7 @@ from flashlight_py.launch.ranks import (
     ADDRESSES,
     PORT,
     SECRET,
-    master_variables,
+    file_meeting,
     remaining_counts,
     slots_of,
 )
@@ -183,10 +183,10 @@ class Job:
     def _meeting(self) -> dict[str, str]:
         port, *listener_ports = self._ports
         if self._file:
-            file = f"{self._file}-{self._restarts}"
-            return {**master_variables("127.0.0.1", port), "FLASHLIGHT_FILE": file}
+            return file_meeting(f"{self._file}-{self._restarts}", port)
         return {
-            **master_variables(self._addresses[0], port),
+            "MASTER_ADDR": self._addresses[0],
+            "MASTER_PORT": str(port),
             # Ranks on other hosts try all addresses, because some may be unreachable from there.
             ADDRESSES: ",".join(self._addresses),
             PORT: f"{listener_ports[0]}:{port}",

@@ -55,13 +55,9 @@ def remaining_counts(counts: Sequence[int], lost: Collection[int]) -> list[int]:
     return [remaining[host] for host in range(len(counts))]
 
 
-def rank_variables(rank: int, size: int, file: str) -> dict[str, str]:
-    """Return environment variables of ``rank`` in a world on one host, with rendezvous ``file``."""
-    return {**_numbers(Slot(rank, rank, size, 0), size), "FLASHLIGHT_FILE": file}
-
-
-def master_variables(address: str, port: int) -> dict[str, str]:
-    return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+def file_meeting(file: str, port: int) -> dict[str, str]:
+    """Return the rendezvous variables of ranks on this host, which use ``file``."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FLASHLIGHT_FILE": file}
 
 
 def rank_environ(
@@ -69,16 +65,13 @@ def rank_environ(
 ) -> dict[str, str]:
     """Return the environment of a rank: ``environ``, and the variables of its ``slot``.
 
-    ``meeting`` has the rendezvous variables. Unless ``environ`` contains other settings, Python
-    does not buffer output, and prints a traceback after a crash in native code.
+    ``meeting`` has the rendezvous variables.
     """
     inherited = {name: value for name, value in environ.items() if name not in _RENDEZVOUS}
     return {
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
         **inherited,
         **thread_variables(environ, slot.local_size, usable_cores()),
-        **_numbers(slot, size),
+        **rank_numbers(slot, size),
         "FLASHLIGHT_RESTART_COUNT": str(restarts),
         **meeting,
     }
@@ -86,11 +79,12 @@ def rank_environ(
 
 def unranked(environ: Mapping[str, str]) -> dict[str, str]:
     """Return ``environ`` without the variables for rank numbers and rendezvous."""
-    removed = (*_numbers(Slot(0, 0, 0, 0), 0), *_RENDEZVOUS)
+    removed = (*rank_numbers(Slot(0, 0, 0, 0), 0), *_RENDEZVOUS)
     return {name: value for name, value in environ.items() if name not in removed}
 
 
-def _numbers(slot: Slot, size: int) -> dict[str, str]:
+def rank_numbers(slot: Slot, size: int) -> dict[str, str]:
+    """Return the environment variables for the numbers of a rank in a world of ``size`` ranks."""
     return {
         "RANK": str(slot.rank),
         "WORLD_SIZE": str(size),

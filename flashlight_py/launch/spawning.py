@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from flashlight_py import system
-from flashlight_py.cores import check_processes, thread_variables, usable_cores
+from flashlight_py.cores import check_processes
 from flashlight_py.errors import RankFailedError
 from flashlight_py.interfaces import keep_port
 from flashlight_py.launch.calls import SpawnCall
@@ -31,9 +31,10 @@ from flashlight_py.launch.output import STREAMS, RankOutput
 from flashlight_py.launch.pickling import pack_task
 from flashlight_py.launch.ranks import (
     RankProcesses,
-    master_variables,
-    rank_variables,
+    file_meeting,
+    rank_environ,
     signal_group,
+    slots_of,
     unranked,
 )
 from flashlight_py.launch.supervisor import Supervisor
@@ -155,18 +156,13 @@ class SpawnedWorld:
         """Start all ranks with ``task`` (see ``links``); they rendezvous in ``folder``."""
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()  # our earlier output must precede the output of the ranks
-        common = {
-            **os.environ,
-            **thread_variables(os.environ, self._size, usable_cores()),
-            "FLASHLIGHT_RESTART_COUNT": str(restarts),
-        }
-        common |= master_variables("127.0.0.1", self._master_port.getsockname()[1])
+        meeting = file_meeting(f"{folder}/meeting", self._master_port.getsockname()[1])
         links = []
-        for rank in range(self._size):
-            environ = {**common, **rank_variables(rank, self._size, f"{folder}/meeting")}
-            links.append(new_link(folder, task))
-            start = links[rank].command, environ, links[rank].stdin, links[rank].descriptors
-            links[rank].on_start(self._ranks.start(rank, *start))
+        for slot in slots_of([self._size]):
+            environ = rank_environ(os.environ, slot, self._size, restarts, meeting)
+            links.append(link := new_link(folder, task))
+            start = link.command, environ, link.stdin, link.descriptors
+            link.on_start(self._ranks.start(slot.rank, *start))
         for rank, link in enumerate(links):
             self._links[rank] = link.connect()
             self._poll.watch(self._links[rank].fileno(), partial(self._on_report, rank))

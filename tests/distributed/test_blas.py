@@ -9,7 +9,7 @@ import pytest
 
 from flashlight_py import blas
 from flashlight_py.cores import usable_cores
-from flashlight_py.launch.ranks import rank_variables
+from flashlight_py.launch.ranks import Slot, rank_numbers
 from tests.distributed.jobs import finish, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -44,7 +44,8 @@ def threads(folder: Path, *arguments: str, **variables: str) -> tuple[int, int, 
     """Return the BLAS threads before, during and after a world of two ranks, and their
     description."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, *arguments]
-    where = [rank_variables(rank, 2, str(folder / "meet")) for rank in range(2)]
+    meeting = {"FLASHLIGHT_FILE": str(folder / "meet")}
+    where = [{**rank_numbers(Slot(rank, rank, 2, 0), 2), **meeting} for rank in range(2)]
     first, second = map(
         finish,
         [start(command, {**variables_of_process, **variables}) for variables_of_process in where],

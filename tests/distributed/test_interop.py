@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.launch.ranks import rank_variables
+from flashlight_py.launch.ranks import Slot, rank_numbers
 from tests.distributed.conformance import on_ranks
 
 HAS_ML_DTYPES = importlib.util.find_spec("ml_dtypes") is not None
@@ -195,7 +195,9 @@ def test_program_of_the_pytorch_page_runs(torch: Any, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "from-pytorch.md").read_text()
     (program,) = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     command = [sys.executable, "-c", program]
-    environments = [rank_variables(rank, 2, str(tmp_path / "meeting")) for rank in range(2)]
+    meeting = {"FLASHLIGHT_FILE": str(tmp_path / "meeting")}
+    slots = (Slot(rank, rank, 2, 0) for rank in range(2))
+    environments = [{**rank_numbers(slot, 2), **meeting} for slot in slots]
     running = [
         subprocess.Popen(command, env={**os.environ, **variables}) for variables in environments
     ]
