@@ -103,7 +103,7 @@ typedef struct {
   size_t per_sample, observed, observed_per_sample;
 } fl_tagi_outputs;
 
-/* Compute the deltas of observed outputs; see flashlight_py/tagi/updater.py. indices NULL: all outputs are
+/* Compute the deltas of observed outputs; see flashlight_py/tagi/states.py. indices NULL: all outputs are
    observed. errors_step 0: all outputs have the first error variance. */
 void fl_tagi_observe(const fl_tagi_outputs *outputs, const int64_t *indices, const float *observed,
                      const float *errors, size_t errors_step, float *d, float *e);

@@ -17,8 +17,7 @@ _HOMES = {
     "lstm": ["LSTM", "SLSTM", "SLinear"],
     "normalization": ["BatchNorm2d", "LayerNorm"],
     "sequential": ["Sequential"],
-    "states": ["BaseDeltaStates", "BaseHiddenStates"],
-    "updater": ["OutputUpdater"],
+    "states": ["BaseDeltaStates", "BaseHiddenStates", "OutputUpdater"],
     "utilities": ["HRCSoftmax"],
     "windows": ["AvgPool2d", "MaxPool2d"],
 }

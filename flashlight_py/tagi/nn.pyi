@@ -27,7 +27,7 @@ from flashlight_py.tagi.normalization import LayerNorm as LayerNorm
 from flashlight_py.tagi.sequential import Sequential as Sequential
 from flashlight_py.tagi.states import BaseDeltaStates as BaseDeltaStates
 from flashlight_py.tagi.states import BaseHiddenStates as BaseHiddenStates
-from flashlight_py.tagi.updater import OutputUpdater as OutputUpdater
+from flashlight_py.tagi.states import OutputUpdater as OutputUpdater
 from flashlight_py.tagi.utilities import HRCSoftmax as HRCSoftmax
 from flashlight_py.tagi.windows import AvgPool2d as AvgPool2d
 from flashlight_py.tagi.windows import MaxPool2d as MaxPool2d
