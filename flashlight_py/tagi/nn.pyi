@@ -10,13 +10,13 @@ from flashlight_py.tagi.activations import Sigmoid as Sigmoid
 from flashlight_py.tagi.activations import Softmax as Softmax
 from flashlight_py.tagi.activations import Softplus as Softplus
 from flashlight_py.tagi.activations import Tanh as Tanh
-from flashlight_py.tagi.convolution import Conv2d as Conv2d
-from flashlight_py.tagi.convolution import ConvTranspose2d as ConvTranspose2d
 from flashlight_py.tagi.distributed import DDPConfig as DDPConfig
 from flashlight_py.tagi.distributed import DDPSequential as DDPSequential
 from flashlight_py.tagi.layer import BaseLayer as BaseLayer
 from flashlight_py.tagi.layer import LayerBlock as LayerBlock
 from flashlight_py.tagi.layer import ResNetBlock as ResNetBlock
+from flashlight_py.tagi.linear import Conv2d as Conv2d
+from flashlight_py.tagi.linear import ConvTranspose2d as ConvTranspose2d
 from flashlight_py.tagi.linear import Embedding as Embedding
 from flashlight_py.tagi.linear import Linear as Linear
 from flashlight_py.tagi.lstm import LSTM as LSTM

@@ -179,7 +179,7 @@ def test_convolution_accepts_changing_image_shapes() -> None:
 
 
 def test_convolution_divides_large_images_into_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashlight_py.tagi.convolution.COLUMNS", 1)
+    monkeypatch.setattr("flashlight_py.tagi.linear.COLUMNS", 1)
     rng = np.random.default_rng(5)
     for kind in (nn.Conv2d, nn.ConvTranspose2d):
         layer = kind(2, 3, 3, padding=1)
@@ -188,7 +188,7 @@ def test_convolution_divides_large_images_into_rows(monkeypatch: pytest.MonkeyPa
         d = rng.standard_normal((3, *layer.output_shape)).astype(F)
         results = []
         for memory in (1, 2000, 5000, 1 << 20):
-            monkeypatch.setattr("flashlight_py.tagi.convolution.CACHED", memory)
+            monkeypatch.setattr("flashlight_py.tagi.linear.CACHED", memory)
             z = layer.forward(BaseHiddenStates(x, np.abs(x)))
             back = layer.backward(d, d, True)
             results.append([z.mean, z.variance, layer.delta_mu_w, layer.delta_var_w, *back])
