@@ -127,20 +127,15 @@ class DDPSequential:
             raise ValueError(
                 f"{location}: device_ids must be empty or have one entry per rank, got {devices}"
             )
-        limit = (
-            fl.DistributedConstants.COALESCE_CACHE_SIZE if bucket_bytes is None else bucket_bytes
-        )
+        default = fl.DistributedConstants.COALESCE_CACHE_SIZE
+        limit = default if bucket_bytes is None else bucket_bytes
         if limit <= 0:
             raise ValueError(f"DDPSequential: bucket_bytes must be positive, got {limit}")
-        check_settings_agree(
-            "DDPSequential", {"average": average, "sync": sync, "bucket_bytes": limit}, members
-        )
-        check_entries_agree(
-            "the networks differ in layer",
-            "Build the same network on every rank",
-            [_describe(name, layer) for name, layer in model.named_layers()],
-            members,
-        )
+        settings = {"average": average, "sync": sync, "bucket_bytes": limit}
+        check_settings_agree("DDPSequential", settings, members)
+        layers = [_describe(name, layer) for name, layer in model.named_layers()]
+        remedy = "Build the same network on every rank"
+        check_entries_agree("the networks differ in layer", remedy, layers, members)
         if devices:
             model.to_device(f"cuda:{devices[members.rank]}")
         self.sync = DeltaSync(model, limit, average, sync, group)

@@ -93,7 +93,7 @@ class ParameterBucket:
     ) -> None:  # fmt: skip
         self.parameters = tuple(parameters)
         self.size = sum(int(parameter.mean.size) for parameter in parameters)
-        zeros = lambda size: to_device(np.zeros(size, REAL), device)  # noqa: E731
+        zeros: Any = lambda size: to_device(np.zeros(size, REAL), device)  # noqa: E731
         self.mean, self.variance = zeros(self.size), zeros(self.size)
         self.sums = (sums or zeros)(2 * self.size + extra)
         self.extra = self.sums[2 * self.size :]

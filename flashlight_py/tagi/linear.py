@@ -131,10 +131,8 @@ class Embedding(BaseLayer):
                 f"input_size of at least 0, got {num_embeddings}, {embedding_dim} and {input_size}"
             )
         if not -1 <= padding_idx < num_embeddings:
-            raise ValueError(
-                f"Embedding: padding_idx must be from 0 to {num_embeddings - 1}, or -1 (no "
-                f"padding), got {padding_idx}"
-            )
+            indices = f"from 0 to {num_embeddings - 1}, or -1 (no padding)"
+            raise ValueError(f"Embedding: padding_idx must be {indices}, got {padding_idx}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx
         self._size = input_size
@@ -165,10 +163,8 @@ class Embedding(BaseLayer):
             raise ValueError(f"{self}: expected indices without variances, got variances above 0")
         valid = (values >= 0) & (values < self.num_embeddings) & (values == xp.floor(values))
         if not valid.all():
-            raise ValueError(
-                f"{self}: indices must be integers from 0 to {self.num_embeddings - 1}, got "
-                f"{float(values[~valid][0]):g}"
-            )
+            last, invalid = self.num_embeddings - 1, float(values[~valid][0])
+            raise ValueError(f"{self}: indices must be integers from 0 to {last}, got {invalid:g}")
         indices = values.astype(np.int64)
         mean, variance = self.weight.mean[indices], self.weight.variance[indices]
         if self.padding_idx >= 0:
@@ -220,14 +216,11 @@ class _Convolution(windows.ImageLayer):
         super().__init__(kernel_size, stride, padding, padding_type)
         name = self.get_layer_name()
         if in_channels < 1 or out_channels < 1:
-            raise ValueError(
-                f"{name}: numbers of channels must be at least 1, got {in_channels}, {out_channels}"
-            )
+            got = f"{in_channels}, {out_channels}"
+            raise ValueError(f"{name}: numbers of channels must be at least 1, got {got}")
         if in_width < 0 or in_height < 0 or bool(in_width) != bool(in_height):
-            raise ValueError(
-                f"{name}: in_width and in_height must be both positive or both 0, got "
-                f"{in_width} and {in_height}"
-            )
+            expected = "in_width and in_height must be both positive or both 0"
+            raise ValueError(f"{name}: {expected}, got {in_width} and {in_height}")
         self.in_channels, self.out_channels = in_channels, out_channels
         self._declared = (in_height, in_width) if in_width else None
         if self._declared is not None:
@@ -245,9 +238,8 @@ class _Convolution(windows.ImageLayer):
         declared = self.input_shape
         if len(shape) == 1 and declared is not None:
             if shape[0] != self.input_size:
-                raise ValueError(
-                    f"expected {self.input_size} elements per sample for {declared}, got {shape}"
-                )
+                size = f"{self.input_size} elements per sample"
+                raise ValueError(f"expected {size} for {declared}, got {shape}")
             return windows.images_of(declared)
         images = windows.images_of(shape)
         if images[0] != self.in_channels:
@@ -376,10 +368,9 @@ class ConvTranspose2d(_Convolution):
         less = (2 if self.padding_type == 1 else 1) * self.padding
         height, width = ((size - 1) * self.stride + self.kernel_size - less for size in images[1:])
         if height < 1 or width < 1:
-            raise ValueError(
-                f"padding must leave at least 1 row and column of images {images}, got "
-                f"{self.padding}, which leaves {height} rows and {width} columns"
-            )
+            expected = f"padding must leave at least 1 row and column of images {images}"
+            got = f"{self.padding}, which leaves {height} rows and {width} columns"
+            raise ValueError(f"{expected}, got {got}")
         self._over = self._windows(height, width)
         self.input_shape = images
         self.output_shape = (self.out_channels, height, width)

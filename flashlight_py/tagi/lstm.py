@@ -171,9 +171,8 @@ class Gates(NamedTuple):
         xp = array_module(x)
         no, n = self.weight.mean.shape[1:]
         rows, ni, steps = len(x), n - no, self.steps
-        matrix, variances = (
-            moment.reshape(4 * no, n) for moment in (self.weight.mean, self.weight.variance)
-        )
+        moments = self.weight.mean, self.weight.variance
+        matrix, variances = (moment.reshape(4 * no, n) for moment in moments)
         products = self._products(8)
 
         joined = xp.zeros((steps, rows, n), REAL)
@@ -347,10 +346,8 @@ class LSTM(BaseLayer):
     ) -> None:  # fmt: skip
         super().__init__()
         if min(input_size, output_size, seq_len) < 1:
-            raise ValueError(
-                f"{self.get_layer_name()}: sizes and seq_len must be at least 1, got {input_size}, "
-                f"{output_size} and {seq_len}"
-            )
+            name, got = self.get_layer_name(), f"{input_size}, {output_size} and {seq_len}"
+            raise ValueError(f"{name}: sizes and seq_len must be at least 1, got {got}")
         if window not in WINDOWS:
             raise ValueError(f"window must be one of {', '.join(WINDOWS)}, got {window!r}")
         self.seq_len, self.window = seq_len, window
@@ -369,10 +366,8 @@ class LSTM(BaseLayer):
     def connect(self, shape: Shape) -> Shape:
         """Return the output shape. A sample must have ``seq_len * input_size`` elements."""
         if int(np.prod(shape)) != self.input_size:
-            raise ValueError(
-                f"expected {self.input_size} elements per sample, {self.seq_len} time steps of "
-                f"{self._inputs}, got shape {shape}"
-            )
+            sizes = f"{self.seq_len} time steps of {self._inputs}, got shape {shape}"
+            raise ValueError(f"expected {self.input_size} elements per sample, {sizes}")
         return (self.output_size,)
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
@@ -383,9 +378,8 @@ class LSTM(BaseLayer):
         rows, steps = (batch * self.seq_len, 1) if self._independent else (batch, self.seq_len)
         x_variance = None if x.variance is None else x.variance.reshape(rows, -1)
         start, gates = self._carried if carry else None, Gates(self.weight, self.biases, steps)
-        mean, variance, self._carried, arrays = gates.forward(
-            x.mean.reshape(rows, -1), x_variance, start, carry
-        )
+        x_mean = x.mean.reshape(rows, -1)
+        mean, variance, self._carried, arrays = gates.forward(x_mean, x_variance, start, carry)
         if self.training:
             self._x, self._pass = x, arrays
         return BaseHiddenStates(mean.reshape(batch, -1), variance.reshape(batch, -1))
@@ -496,9 +490,8 @@ class SLSTM(LSTM):
             ValueError: If the batch does not have exactly one sample.
         """
         if len(x.mean) != 1:
-            raise ValueError(
-                f"{self}: expected one sample, the next time step of a series, got {len(x.mean)}"
-            )
+            expected = f"{self}: expected one sample, the next time step of a series"
+            raise ValueError(f"{expected}, got {len(x.mean)}")
         self._previous = self._carried
         return super().forward(x)
 
@@ -517,9 +510,8 @@ class SLSTM(LSTM):
             )
         prior, (cell, hidden) = self._carried, self._covariances()
         deltas = super().backward(d, e, needs_input)
-        prior, posterior = (
-            States(*(array[0] for array in states)) for states in (prior, self._carried)
-        )
+        both = prior, self._carried
+        prior, posterior = (States(*(array[0] for array in states)) for states in both)
         self.time_steps.append(TimeStep(prior, posterior, cell, hidden))
         return deltas
 

@@ -74,9 +74,8 @@ def log_likelihood(prediction: Any, observation: Any, std: Any) -> float:
         observation: Observed values.
         std: Standard deviations of the predictions, including the observation errors.
     """
-    predicted, observed, deviation = _matching(
-        "log_likelihood", prediction=prediction, observation=observation, std=std
-    )
+    arrays = _matching("log_likelihood", prediction=prediction, observation=observation, std=std)
+    predicted, observed, deviation = arrays
     densities = -0.5 * np.log(2 * np.pi * deviation**2)
     return float(np.nanmean(densities - 0.5 * ((observed - predicted) / deviation) ** 2))
 
@@ -90,10 +89,8 @@ def classification_error(prediction: Any, label: Any) -> float:
     predicted = np.asarray(to_device(unmasked("prediction", prediction), "cpu"))
     labels = np.asarray(to_device(unmasked("label", label, np.nan), "cpu"))
     if not _same_order(predicted, labels):
-        raise ValueError(
-            f"classification_error: expected labels of shape {predicted.shape}, as predictions, or "
-            f"the same elements flat, got {labels.shape}"
-        )
+        shapes = f"{predicted.shape}, as predictions, or the same elements flat, got {labels.shape}"
+        raise ValueError(f"classification_error: expected labels of shape {shapes}")
     predicted, labels = predicted.reshape(-1), labels.reshape(-1)
     is_known = np.equal(labels, labels)  # False for NaN
     return float(np.mean(predicted[is_known] != labels[is_known]))
@@ -107,10 +104,8 @@ def _matching(metric: str, **arrays: Any) -> list[Array]:
     ]
     if not all(_same_order(*pair) for pair in combinations(flat, 2) if 1 not in map(np.size, pair)):
         sizes = ", ".join(f"{name} {np.shape(values)}" for name, values in arrays.items())
-        raise ValueError(
-            f"{metric}: expected arrays of one shape, flat arrays of one size, or single numbers, "
-            f"got {sizes}"
-        )
+        expected = "expected arrays of one shape, flat arrays of one size, or single numbers"
+        raise ValueError(f"{metric}: {expected}, got {sizes}")
     return [values.reshape(-1) for values in flat]
 
 

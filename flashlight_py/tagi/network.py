@@ -111,9 +111,8 @@ class Network:
         state, records = self.state_dict(), []
         for name, layer in _recorded(self):
             if layer.output_shape is None:
-                raise ValueError(
-                    f"save: the sizes of {name} are not known. Call the network with a batch first"
-                )
+                remedy = "Call the network with a batch first"
+                raise ValueError(f"save: the sizes of {name} are not known. {remedy}")
             records += [_head(layer), *(a.astype(FLOATS).tobytes() for a in state.get(name, ()))]
         _write(Path(filename), b"".join(records))
 
@@ -155,9 +154,8 @@ class Network:
             try:
                 values = np.array(path.read_text().split(), FLOATS)
             except ValueError as error:
-                raise ValueError(
-                    f"load_csv: {path}: expected only numbers: {error}. Nothing was loaded"
-                ) from error
+                problem = f"expected only numbers: {error}"
+                raise ValueError(f"load_csv: {path}: {problem}. Nothing was loaded") from error
             sizes = [entry[number].size for entry in state.values()]
             if values.size != sum(sizes):
                 raise ValueError(
@@ -206,10 +204,8 @@ class Network:
         }
         steps = min((len(array[0]) for array in smoothed.values()), default=0)
         if not 0 <= time_step < steps:
-            raise ValueError(
-                f"get_lstm_states: time_step must be -1, or from 0 and below {steps}, the number "
-                f"of smoothed time steps, got {time_step}"
-            )
+            expected = f"-1, or from 0 and below {steps}, the number of smoothed time steps"
+            raise ValueError(f"get_lstm_states: time_step must be {expected}, got {time_step}")
         return {
             key: States(*(host_copy(array[time_step]) for array in states))
             for key, states in smoothed.items()
@@ -226,18 +222,15 @@ class Network:
         layers, entries = self._lstms(), {}
         for key, entry in states.items():
             if key not in layers:
-                raise ValueError(
-                    f"set_lstm_states: expected keys of LSTMs with seq_len=1 ("
-                    f"{', '.join(map(repr, layers)) or 'no such layer'}), got {key!r}"
-                )
+                keys = ", ".join(map(repr, layers)) or "no such layer"
+                lstms = f"LSTMs with seq_len=1 ({keys})"
+                raise ValueError(f"set_lstm_states: expected keys of {lstms}, got {key!r}")
             name = f"set_lstm_states: layer {key!r}"
             entries[key] = [as_real(name, array, "cpu") for array in entry]
             expected, got = [layers[key].output_size] * 4, [array.size for array in entries[key]]
             if got != expected:
-                raise ValueError(
-                    f"{name}, {layers[key]}: expected means and variances of h and c, {expected} "
-                    f"elements, got {got}"
-                )
+                sizes = f"expected means and variances of h and c, {expected} elements, got {got}"
+                raise ValueError(f"{name}, {layers[key]}: {sizes}")
             if invalid := wrong_moments(States._fields, entries[key]):
                 raise ValueError(f"{name}, {layers[key]}: {'; '.join(invalid)}")
         for key, entry in entries.items():

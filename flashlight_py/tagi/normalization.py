@@ -131,9 +131,8 @@ class BatchNorm2d(Normalization):
             return self._connect(shape, math.prod(shape[1:]))
         if math.prod(shape) == self.num_features:
             return self._connect(shape, 1)
-        raise ValueError(
-            f"expected {self.num_features} channels or features, got samples of shape {shape}"
-        )
+        expected = f"{self.num_features} channels or features"
+        raise ValueError(f"expected {expected}, got samples of shape {shape}")
 
     def statistics(self) -> list[Array]:
         return [self.running_mean, self.running_variance]
@@ -225,9 +224,8 @@ class LayerNorm(Normalization):
         channels = not images or len(shape) == 1 or shape[0] == self.num_weights
         if math.prod(shape) != math.prod(self.normalized_shape) or not channels:
             expected = "channels, width, height" if images else "features"
-            raise ValueError(
-                f"expected samples ({expected}) = {self.normalized_shape}, got shape {shape}"
-            )
+            expected = f"({expected}) = {self.normalized_shape}"
+            raise ValueError(f"expected samples {expected}, got shape {shape}")
         return self._connect(shape, math.prod(self.normalized_shape[1:]))
 
     def _statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:

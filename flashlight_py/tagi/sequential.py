@@ -69,10 +69,8 @@ class Sequential(Network):
         for name, layer in self.named_layers():
             first = names.setdefault(id(layer), name)
             if first != name and layer.keeps_input:
-                raise ValueError(
-                    f"Sequential: {first} and {name} are the same object. Create one layer for "
-                    "each position"
-                )
+                remedy = "Create one layer for each position"
+                raise ValueError(f"Sequential: {first} and {name} are the same object. {remedy}")
         self.gather_parameters()
         if self.layers[0].input_shape is not None:
             self._connect(self.layers[0].input_shape)
@@ -149,10 +147,8 @@ class Sequential(Network):
                 "with net.output_z_buffer and net.input_delta_z_buffer first"
             )
         if not self._is_recorded:
-            raise RuntimeError(
-                "backward: the last forward pass ran in evaluation and kept no inputs. Call "
-                "train() before net(x)"
-            )
+            problem = "the last forward pass ran in evaluation and kept no inputs"
+            raise RuntimeError(f"backward: {problem}. Call train() before net(x)")
         if not d.shape == e.shape == self.output_z_buffer.mean.shape:
             d, e = (self._deltas("backward: deltas", delta) for delta in (d, e))
         return d, e

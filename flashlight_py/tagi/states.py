@@ -366,18 +366,15 @@ class OutputUpdater:
         indices = np.asarray(to_device(unmasked("selected_idx", selected_idx), "cpu"))
         expected = (batch, indices.size // max(1, batch))
         if not fits_in(indices.shape, expected):
-            raise ValueError(
-                f"selected_idx: expected shape ({batch}, k), or the same elements flat, got "
-                f"{indices.shape}"
-            )
+            shapes = f"({batch}, k), or the same elements flat, got {indices.shape}"
+            raise ValueError(f"selected_idx: expected shape {shapes}")
         if indices.dtype.kind not in "iu" and not np.equal(indices, np.floor(indices)).all():
             raise ValueError("update_using_indices: indices must be integers, got fractions")
         indices = indices.reshape(expected).astype(np.int64)
         if indices.size and not (indices.min() >= 1 and indices.max() <= outputs):
-            raise ValueError(
-                f"update_using_indices: indices must be from 1 to {outputs}, the number of "
-                f"outputs, got {indices.min()} to {indices.max()}"
-            )
+            got = f"{indices.min()} to {indices.max()}"
+            expected_range = f"from 1 to {outputs}, the number of outputs"
+            raise ValueError(f"update_using_indices: indices must be {expected_range}, got {got}")
         observed = self._observed(mu_obs, indices.shape)
         d, e = deltas_of(output_states, indices, observed, self._variances(var_obs, indices.shape))
         delta_states.mean, delta_states.variance = d, e
@@ -397,15 +394,12 @@ class OutputUpdater:
         """
         shape = output_states.mean.shape
         if output_states.actual_size % 2:
-            raise ValueError(
-                "update_heteros: expected an even number of outputs (a value and its error "
-                f"variance), got {output_states.actual_size}"
-            )
+            expected = "an even number of outputs (a value and its error variance)"
+            got = output_states.actual_size
+            raise ValueError(f"update_heteros: expected {expected}, got {got}")
         xp = array_module(output_states.mean)
-        mean, variance, slope = (
-            array.reshape(-1, 2).T
-            for array in (output_states.mu_a, output_states.var_a, output_states.jcb)
-        )
+        moments = output_states.mu_a, output_states.var_a, output_states.jcb
+        mean, variance, slope = (array.reshape(-1, 2).T for array in moments)
         pairs = shape[0], output_states.actual_size // 2
         observed = self._observed(mu_obs, pairs).reshape(-1)
         is_observed = ~xp.isnan(observed)

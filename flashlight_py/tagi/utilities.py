@@ -88,10 +88,8 @@ def probabilities(mean: Any, variance: Any, tree: HRCSoftmax) -> Array:
     m, v = as_real("means", mean, "cpu"), as_real("variances", variance, "cpu")
     shape = (m.size // tree.len, tree.len)
     if not (fits_in(m.shape, shape) and fits_in(v.shape, shape)):
-        raise ValueError(
-            f"means and variances: expected shape [batch, {tree.len}] (outputs of the tree) or "
-            f"flat, got {m.shape} and {v.shape}"
-        )
+        expected = f"shape [batch, {tree.len}] (outputs of the tree) or flat"
+        raise ValueError(f"means and variances: expected {expected}, got {m.shape} and {v.shape}")
     m, v = (array.reshape(shape).astype(np.float64) for array in (m, v))
     z = m / np.sqrt(v + ERROR_VARIANCE)
     tail = tails(abs(z))[0]
@@ -203,9 +201,8 @@ class Utils:
         """
         images, labels = _idx(Path(image_file), IMAGES, 3), _idx(Path(label_file), LABELS, 1)
         if len(images) != len(labels):
-            raise ValueError(
-                f"{label_file}: expected {len(images)} labels for {image_file}, got {len(labels)}"
-            )
+            expected = f"{len(images)} labels for {image_file}"
+            raise ValueError(f"{label_file}: expected {expected}, got {len(labels)}")
         count = num_images or len(images)
         return images[:count].reshape(-1) / REAL.type(255), labels[:count].astype(np.int32)
 
@@ -221,10 +218,8 @@ class Utils:
         """
         data = np.fromfile(image_file, np.uint8)
         if data.size == 0 or data.size % (1 + CIFAR_IMAGE):
-            raise ValueError(
-                f"{image_file}: expected CIFAR-10 (binary version), a multiple of "
-                f"{1 + CIFAR_IMAGE} bytes, got {data.size} bytes"
-            )
+            expected = f"CIFAR-10 (binary version), a multiple of {1 + CIFAR_IMAGE} bytes"
+            raise ValueError(f"{image_file}: expected {expected}, got {data.size} bytes")
         rows = data.reshape(-1, 1 + CIFAR_IMAGE)
         rows = rows[: num or len(rows)]
         return rows[:, 1:].reshape(-1) / REAL.type(255), rows[:, 0].astype(np.int32)
@@ -253,18 +248,15 @@ class Utils:
         values = as_real("data", data, "cpu", missing=np.nan)
         columns = np.asarray(unmasked("output_col", output_col), np.int64).reshape(-1)
         if not fits_in(values.shape, (values.size // num_features, num_features)):
-            raise ValueError(
-                f"data: expected shape [steps, {num_features}], or the same elements flat, got "
-                f"{values.shape}"
-            )
+            expected = f"shape [steps, {num_features}], or the same elements flat"
+            raise ValueError(f"data: expected {expected}, got {values.shape}")
         if columns.size and not (columns.min() >= 0 and columns.max() < num_features):
             raise ValueError(f"output_col must be from 0 to {num_features - 1}, got {output_col}")
         steps = values.reshape(-1, num_features)
         count = (len(steps) - input_seq_len - output_seq_len) // stride + 1
         if count < 1:
-            raise ValueError(
-                f"data: expected at least {input_seq_len + output_seq_len} steps, got {len(steps)}"
-            )
+            least = input_seq_len + output_seq_len
+            raise ValueError(f"data: expected at least {least} steps, got {len(steps)}")
         begin = np.arange(count)[:, None] * stride
         seen = steps[begin + np.arange(input_seq_len)]
         ahead = steps[begin + input_seq_len + np.arange(output_seq_len)][:, :, columns]
@@ -292,10 +284,8 @@ def _idx(path: Path, number: int, dimensions: int) -> Array:
     head = 4 * (1 + dimensions)
     sizes = np.frombuffer(data[:head], ">i4").tolist() if len(data) >= head else [0]
     if sizes[0] != number or len(data) != head + int(np.prod(sizes[1:])):
-        raise ValueError(
-            f"{path}: expected a complete MNIST file with magic number {number} and {dimensions} "
-            f"sizes, got {len(data)} bytes with {sizes}"
-        )
+        expected = f"a complete MNIST file with magic number {number} and {dimensions} sizes"
+        raise ValueError(f"{path}: expected {expected}, got {len(data)} bytes with {sizes}")
     return np.frombuffer(data, np.uint8, offset=head).reshape(sizes[1:])
 
 

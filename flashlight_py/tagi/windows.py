@@ -241,17 +241,14 @@ class ImageLayer(BaseLayer):
         super().__init__()
         name = self.get_layer_name()
         if kernel_size < 1 or stride < 1 or padding < 0:
-            raise ValueError(
-                f"{name}: kernel_size and stride must be at least 1, padding at least 0, got "
-                f"{kernel_size}, {stride}, {padding}"
-            )
+            expected = "kernel_size and stride must be at least 1, padding at least 0"
+            raise ValueError(f"{name}: {expected}, got {kernel_size}, {stride}, {padding}")
         if padding_type not in (0, 1, 2):
             raise ValueError(f"{name}: padding_type must be 0, 1 or 2, got {padding_type}")
         if padding and padding_type == 0:
-            raise ValueError(
-                f"{name}: padding must be 0 for padding_type=0, got {padding}. Pass padding_type=1 "
-                "for all sides, or 2 for below and to the right"
-            )
+            remedy = "Pass padding_type=1 for all sides, or 2 for below and to the right"
+            expected = f"{name}: padding must be 0 for padding_type=0"
+            raise ValueError(f"{expected}, got {padding}. {remedy}")
         self.kernel_size, self.stride = kernel_size, stride
         self.padding, self.padding_type = padding, padding_type
 
@@ -369,9 +366,8 @@ class MaxPool2d(_Pool):
     ) -> None:
         super().__init__(kernel_size, stride, padding, padding_type)
         if padding >= kernel_size:
-            raise ValueError(
-                f"MaxPool2d: padding must be below kernel_size={kernel_size}, got {padding}"
-            )
+            limit = f"kernel_size={kernel_size}"
+            raise ValueError(f"MaxPool2d: padding must be below {limit}, got {padding}")
         self._taken = np.empty((0, 0, 0, 0), np.int32)  # index of each window's maximum
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:

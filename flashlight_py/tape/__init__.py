@@ -69,9 +69,8 @@ def capture(
         raise TypeError(f"capture: step must be callable, got {type(step).__name__}")
     roots = tuple(state or ())
     if any(hasattr(root, "__array_interface__") for root in roots):
-        raise TypeError(
-            "capture: state must have objects with arrays, got an array. Pass [[array]]"
-        )
+        expected = "state must have objects with arrays"
+        raise TypeError(f"capture: {expected}, got an array. Pass [[array]]")
     if _native.optional("tape", "captured steps stay eager, several times slower") is None:
 
         @functools.wraps(step)

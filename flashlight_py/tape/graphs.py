@@ -319,8 +319,7 @@ class Graphs:
         reason = self._changes.reason(state, self.replays - self._captures) or reason
         if not reason and draws.state != drawn:
             reason = "random numbers are drawn on the CPU; draw them on the GPU, or before"
-        if not reason:
-            reason = _moved(state)
+        reason = reason or _moved(state)
         if not reason and any(array.tobytes() != copy.tobytes() for array, copy in host):
             reason = "an array of the CPU changes; keep it on the GPU"
         if not reason and state.numbers != after.numbers:
@@ -358,9 +357,8 @@ class Graphs:
     def _stay_eager(self, graph: Graph | None, reason: str) -> None:
         if graph is not None:
             graph.release()
-        self.reason = (
-            reason or self.reason or "another rank cannot capture it, or has captured other calls"
-        )
+        reason = reason or self.reason
+        self.reason = reason or "another rank cannot capture it, or has captured other calls"
 
     def _record(
         self, recorder: Recorder, key: Any, args: tuple[Any, ...], options: dict[str, Any],
@@ -419,9 +417,8 @@ def _refuse_copies(stack: ExitStack, recorder: Recorder) -> None:
 
     def allocate(size: int) -> Any:
         if thread_state.recorder is recorder:
-            raise CannotCapture(
-                f"an array is copied to the GPU at {line_of_user()}; copy it before the step"
-            )
+            problem = f"an array is copied to the GPU at {line_of_user()}"
+            raise CannotCapture(f"{problem}; copy it before the step")
         return usual(size)
 
     usual = cupy.get_default_pinned_memory_pool().malloc

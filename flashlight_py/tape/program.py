@@ -433,10 +433,8 @@ def hoisted(memory: Memory) -> list[Note]:
         has_changes = any(x.effect for x in late) or any(not p.is_made for p in changed)
         is_late = is_condition and has_changes
         if is_late and note.function is np.all:
-            raise CannotCapture(
-                "a value is checked after a change of state, so a failed check could not restart "
-                "the step"
-            )
+            problem = "a value is checked after a change of state"
+            raise CannotCapture(f"{problem}, so a failed check could not restart the step")
         late.append(memory.with_operands(replace(note, required=None)) if is_late else note)
         for operand in note.written:
             changed.setdefault(operand.piece, []).append(operand)

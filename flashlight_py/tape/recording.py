@@ -212,10 +212,8 @@ class Recording(Watcher):
         if noted is None:
             noted = self._noted(unwrap(value))
             if any(noted is constant for _, constant in self._constants.values()):
-                self.leave(
-                    "it writes to an array that NumPy created without inputs; create it by "
-                    "numpy.empty_like(x),"
-                )
+                problem = "it writes to an array that NumPy created without inputs"
+                self.leave(f"{problem}; create it by numpy.empty_like(x),")
         return noted
 
     def truth(self, value: Any, is_true: bool, function: Any = np.all, args: Any = ()) -> None:
@@ -226,10 +224,8 @@ class Recording(Watcher):
         """
         frame, _ = user_frame((_FOLDER, _NUMPY))
         if not frame.f_code.co_filename.startswith(_PACKAGE):
-            self.leave(
-                "a truth value reads a value that is computed in it",
-                "check arguments before the call, and what is computed after it: return that",
-            )
+            remedy = "check arguments before the call, and what is computed after it: return that"
+            self.leave("a truth value reads a value that is computed in it", remedy)
             return
         condition = value.astype(np.bool_) if is_true else np.logical_not(value)
         self.notes.append(Note(function, args, effect=True, required=self.noted(condition.plain)))

@@ -317,10 +317,8 @@ class _Call:
             field.set(self._stood_for(value))
             made += (arrays := plain_arrays(value))
             if any(map(recording.is_made, arrays)) and not isinstance(field.holder, list):
-                self._leave(
-                    f"it puts a new array into {field.text}",
-                    "create the array before the call, and write into it",
-                )
+                remedy = "create the array before the call, and write into it"
+                self._leave(f"it puts a new array into {field.text}", remedy)
         changed = [
             (field, before, now)
             for field, before in self._before
