@@ -17,7 +17,7 @@ from flashlight_py.autograd.precision import active_precision, casting
 from flashlight_py.device import array_module, device_of, floating, is_floating, to_device
 from flashlight_py.distributed import all_reduce, get_world_size
 from flashlight_py.distributed.internal import in_step
-from flashlight_py.optim.clip import gradients_of
+from flashlight_py.optim.optimizer import gradients_of
 from flashlight_py.structure import HoldsState
 
 __all__ = ["DynamicScaler", "autocast"]
@@ -153,10 +153,9 @@ class DynamicScaler(HoldsState):
         return self._scales["cpu"].item() if self.enabled else 1.0
 
     def scale(self, loss: Any) -> Any:
-        """Return ``loss`` times the scale, in the dtype of ``loss``.
+        """Return ``loss``, a variable or a list or tuple of variables, times the scale.
 
-        Args:
-            loss: A variable, or a list or tuple of variables.
+        Results have the dtype of ``loss``.
 
         Raises:
             TypeError: If ``loss`` has another type.

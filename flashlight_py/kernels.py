@@ -130,8 +130,7 @@ def mixture_relu(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
 
 def relu_slope(grad: Array, out: Array) -> Array:
     """Return a new array: ``grad`` for elements whose ``out`` (same shape) is above 0, else 0."""
-    slope: Array = _elementwise("relu_slope")(grad, out)
-    return slope
+    return _elementwise("relu_slope")(grad, out)  # type: ignore[no-any-return]
 
 
 def add_bias_relu(product: Array, bias: Array) -> None:
@@ -156,14 +155,13 @@ def mean_square_error(prediction: Array, target: Array) -> Array:
     if size <= _ONE_BLOCK:
         difference = f"({_C_NAMES[real]}(p) - {_C_NAMES[real]}(t))"
         squares = f"{dtype} p, {dtype} t", f"{difference} * {difference}"
-        mean: Array = _reduction(*squares, "a / _in_ind.size()", dtype, real)(prediction, target)
-        return mean
+        mean = _reduction(*squares, "a / _in_ind.size()", dtype, real)
+        return mean(prediction, target)  # type: ignore[no-any-return]
     pair = map(cupy.ascontiguousarray, (prediction, target))
     blocks = min(_BLOCKS, -(-size // (4 * _THREADS)))
     parts = cupy.empty(blocks, real)
     _squares(dtype, real)((blocks,), (_THREADS,), (*pair, np.int64(size), parts))
-    total: Array = _reduction(f"{real} part", "part", "a", dtype, real)(parts)
-    return total
+    return _reduction(f"{real} part", "part", "a", dtype, real)(parts)  # type: ignore[no-any-return]
 
 
 # CuPy reduces an array in one thread block. Arrays of more than _ONE_BLOCK elements are first
@@ -225,8 +223,7 @@ def scaled_difference(a: Array, b: Array, factor: Array, scale: float) -> Array:
     ``a`` and ``b`` have the same shape and dtype. ``factor`` has no dimensions and is on their
     device.
     """
-    result: Array = _elementwise("scaled_difference", _computed_in(a))(a, b, factor, scale)
-    return result
+    return _elementwise("scaled_difference", _computed_in(a))(a, b, factor, scale)  # type: ignore[no-any-return]
 
 
 def add_moments(sums: Array, mean: Array, squares: Any, weight: float, count: int) -> None:

@@ -89,11 +89,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("graph", "engine", "variable", "precision", "native", "functions"),
         *("gradcheck", "operators"),
     ),
-    "nn": (
-        *("init", "module", "layers", "normalization", "images", "sequences", "recompute"),
-        "loading",
-    ),
-    "optim": ("cpu", "cuda", "optimizer", "algorithms", "clip", "schedules"),
+    "nn": ("init", "module", "layers", "images", "sequences", "recompute"),
+    "optim": ("cpu", "cuda", "optimizer", "algorithms", "schedules"),
     "distributed": (
         *("constants", "verbs", "work", "calls", "rendezvous", "backend", "memory", "failures"),
         *("backends", "groups", "api", "start", "reducers", "internal"),

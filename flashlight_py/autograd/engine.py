@@ -8,9 +8,8 @@ A vjp returns a new array, its argument, or a view of its argument. The returned
 of the input. If it has another dtype than the input, the pass casts it. A vjp does not modify its
 argument. The pass copies a gradient only if it would share memory with another gradient.
 
-A module under ``recompute`` does not record its operations. Its results are ``Part`` nodes (see
-``graph``). When the pass reaches a part, it runs the module again with recording, and continues in
-the new graph. It visits nodes and calls hooks in the same order as without parts.
+The results of a module under ``recompute`` are ``Part`` nodes (see ``graph``). With them, a pass
+visits nodes and calls hooks in the same order as without ``recompute``.
 """
 
 import functools

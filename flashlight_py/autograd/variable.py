@@ -274,9 +274,8 @@ class Variable(Leaf):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Return the array, for ``np.asarray(variable)`` and functions of other libraries.
 
-        Raises:
-            TypeError: If the variable needs a gradient, or is on a GPU.
-            ValueError: If ``copy`` is False and ``dtype`` needs a copy.
+        Raises TypeError if the variable needs a gradient, or is on a GPU. Raises ValueError if
+        ``copy`` is False and ``dtype`` needs a copy.
         """
         self._require_constant("numpy", "variable.numpy()", TypeError)
         return np.array(self.data, dtype=dtype, copy=copy)

@@ -6,9 +6,8 @@ from flashlight_py.names import export
 _HOMES = {
     "dataset": [
         *("Dataset", "TensorDataset", "BatchDataset", "BatchFunction", "BatchPolicy"),
-        *("ShuffleDataset", "ResampleDataset"),
+        *("ShuffleDataset", "ResampleDataset", "partition_by_round_robin"),
     ],
     "prefetch": ["PrefetchDataset"],
-    "shares": ["partition_by_round_robin"],
 }
 export(globals(), _HOMES)

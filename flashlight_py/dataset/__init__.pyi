@@ -5,5 +5,5 @@ from flashlight_py.dataset.dataset import BatchFunction as BatchFunction
 from flashlight_py.dataset.dataset import BatchPolicy as BatchPolicy
 from flashlight_py.dataset.dataset import ShuffleDataset as ShuffleDataset
 from flashlight_py.dataset.dataset import ResampleDataset as ResampleDataset
+from flashlight_py.dataset.dataset import partition_by_round_robin as partition_by_round_robin
 from flashlight_py.dataset.prefetch import PrefetchDataset as PrefetchDataset
-from flashlight_py.dataset.shares import partition_by_round_robin as partition_by_round_robin

@@ -1,5 +1,6 @@
 from flashlight_py.nn import init as init
 from flashlight_py.nn.module import Module as Module
+from flashlight_py.nn.module import load_torch as load_torch
 from flashlight_py.nn.layers import Container as Container
 from flashlight_py.nn.layers import Sequential as Sequential
 from flashlight_py.nn.layers import Linear as Linear
@@ -29,6 +30,9 @@ from flashlight_py.nn.layers import CategoricalCrossEntropy as CategoricalCrossE
 from flashlight_py.nn.layers import ConnectionistTemporalClassification as ConnectionistTemporalClassification
 from flashlight_py.nn.layers import HuberLoss as HuberLoss
 from flashlight_py.nn.layers import KLDivergence as KLDivergence
+from flashlight_py.nn.layers import LayerNorm as LayerNorm
+from flashlight_py.nn.layers import RMSNorm as RMSNorm
+from flashlight_py.nn.layers import GroupNorm as GroupNorm
 from flashlight_py.nn.sequences import RNN as RNN
 from flashlight_py.nn.sequences import MultiheadAttention as MultiheadAttention
 from flashlight_py.nn.sequences import Transformer as Transformer
@@ -40,9 +44,5 @@ from flashlight_py.nn.images import Conv1D as Conv1D
 from flashlight_py.nn.images import ConvTranspose2D as ConvTranspose2D
 from flashlight_py.nn.images import Pool2D as Pool2D
 from flashlight_py.nn.images import Upsample as Upsample
-from flashlight_py.nn.normalization import LayerNorm as LayerNorm
-from flashlight_py.nn.normalization import RMSNorm as RMSNorm
-from flashlight_py.nn.normalization import GroupNorm as GroupNorm
 from flashlight_py.nn.recompute import recompute as recompute
-from flashlight_py.nn.loading import load_torch as load_torch
 from flashlight_py.parallel.batch_norm import BatchNorm as BatchNorm

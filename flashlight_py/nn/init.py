@@ -16,16 +16,14 @@ def uniform(
     shape: Sequence[int], low: float = 0.0, high: float = 1.0, dtype: Any = "float32"
 ) -> Array:
     """Return values with a uniform distribution from ``low`` to ``high``."""
-    values: Array = generator().uniform(low, high, shape)
-    return values.astype(floating(dtype, "init"))
+    return generator().uniform(low, high, shape).astype(floating(dtype, "init"))  # type: ignore[no-any-return]
 
 
 def normal(
     shape: Sequence[int], mean: float = 0.0, std: float = 1.0, dtype: Any = "float32"
 ) -> Array:
     """Return normally distributed values with mean ``mean`` and standard deviation ``std``."""
-    values: Array = generator().normal(mean, std, shape)
-    return values.astype(floating(dtype, "init"))
+    return generator().normal(mean, std, shape).astype(floating(dtype, "init"))  # type: ignore[no-any-return]
 
 
 def kaiming_uniform(shape: Sequence[int], fan_in: int, dtype: Any = "float32") -> Array:

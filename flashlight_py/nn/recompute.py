@@ -11,9 +11,8 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.nn.module import Module, SomeModule
 
 
-# A recomputed module leaves ``Part`` nodes in the graph, with edges to the sources of its results.
-# A backward pass replaces them by the graph of a second forward pass, and continues there. A nested
-# backward pass would call hooks of shared parameters too early and reorder sums.
+# A recomputed module leaves ``Part`` nodes in the graph (see ``autograd.graph``). A nested backward
+# pass would call hooks of shared parameters too early and reorder sums.
 def recompute(module: SomeModule) -> SomeModule:
     """Make ``module`` keep no intermediate results. The backward pass computes them again.
 

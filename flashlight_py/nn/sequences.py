@@ -10,9 +10,8 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.elementwise import as_variable, check_filled, check_ratio
 from flashlight_py.autograd.functions.recurrent import GATES
 from flashlight_py.nn import init
-from flashlight_py.nn.layers import Linear, Plain, Sequential, check_sizes
+from flashlight_py.nn.layers import LayerNorm, Linear, Plain, Sequential, check_sizes
 from flashlight_py.nn.module import Module
-from flashlight_py.nn.normalization import LayerNorm
 
 _NAMES = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
 

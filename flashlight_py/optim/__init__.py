@@ -4,12 +4,11 @@ from flashlight_py.names import export
 
 # The submodule that defines each public name. `scripts/stubs` writes the same table into a stub.
 _HOMES = {
-    "optimizer": ["FirstOrderOptimizer"],
+    "optimizer": ["FirstOrderOptimizer", "clip_grad_norm", "clip_grad_value"],
     "algorithms": [
         *("SGDOptimizer", "AdamOptimizer", "AMSgradOptimizer", "AdagradOptimizer"),
         *("AdadeltaOptimizer", "RMSPropOptimizer", "NovogradOptimizer"),
     ],
-    "clip": ["clip_grad_norm", "clip_grad_value"],
     "schedules": [
         *("LearningRateSchedule", "LambdaLR", "StepLR", "MultiStepLR", "ExponentialLR", "LinearLR"),
         *("CosineAnnealingLR", "OneCycleLR", "SequentialLR", "ReduceLROnPlateau"),

@@ -1,4 +1,6 @@
 from flashlight_py.optim.optimizer import FirstOrderOptimizer as FirstOrderOptimizer
+from flashlight_py.optim.optimizer import clip_grad_norm as clip_grad_norm
+from flashlight_py.optim.optimizer import clip_grad_value as clip_grad_value
 from flashlight_py.optim.algorithms import SGDOptimizer as SGDOptimizer
 from flashlight_py.optim.algorithms import AdamOptimizer as AdamOptimizer
 from flashlight_py.optim.algorithms import AMSgradOptimizer as AMSgradOptimizer
@@ -6,8 +8,6 @@ from flashlight_py.optim.algorithms import AdagradOptimizer as AdagradOptimizer
 from flashlight_py.optim.algorithms import AdadeltaOptimizer as AdadeltaOptimizer
 from flashlight_py.optim.algorithms import RMSPropOptimizer as RMSPropOptimizer
 from flashlight_py.optim.algorithms import NovogradOptimizer as NovogradOptimizer
-from flashlight_py.optim.clip import clip_grad_norm as clip_grad_norm
-from flashlight_py.optim.clip import clip_grad_value as clip_grad_value
 from flashlight_py.optim.schedules import LearningRateSchedule as LearningRateSchedule
 from flashlight_py.optim.schedules import LambdaLR as LambdaLR
 from flashlight_py.optim.schedules import StepLR as StepLR

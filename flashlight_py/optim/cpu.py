@@ -77,7 +77,7 @@ def _adam(numbers: Numbers, param: Array, grad: Array, mean: Array, square: Arra
     grad = _decayed(grad, param, decay)
     mean = _normal(mean * beta1 + grad * rest1)
     square = _normal(square * beta2 + grad * grad * rest2)
-    return param * shrink - mean / (_sqrt(square) * root + eps) * rate, mean, square
+    return param * shrink - mean / (np.sqrt(square) * root + eps) * rate, mean, square
 
 
 def _amsgrad(
@@ -87,13 +87,13 @@ def _amsgrad(
     mean = _normal(mean * beta1 + grad * rest1)
     square = _normal(square * beta2 + grad * grad * rest2)
     largest = array_module(largest).maximum(largest, square)
-    return param * shrink - mean / (_sqrt(largest) + eps) * lr, mean, square, largest
+    return param * shrink - mean / (np.sqrt(largest) + eps) * lr, mean, square, largest
 
 
 def _adagrad(numbers: Numbers, param: Array, grad: Array, square: Array) -> Results:
     eps, lr, shrink = numbers
     square = square + grad * grad
-    return param * shrink - grad / (_sqrt(square) + eps) * lr, square
+    return param * shrink - grad / (np.sqrt(square) + eps) * lr, square
 
 
 def _rmsprop(numbers: Numbers, param: Array, grad: Array, square: Array, *mean: Array) -> Results:
@@ -103,13 +103,13 @@ def _rmsprop(numbers: Numbers, param: Array, grad: Array, square: Array, *mean: 
         mean = (_normal(mean[0] * rho + grad * rest),)
         # Rounding may give negative differences.
         variance = array_module(square).maximum(square - mean[0] * mean[0], 0)
-    return param * shrink - grad / (_sqrt(variance) + eps) * lr, square, *mean
+    return param * shrink - grad / (np.sqrt(variance) + eps) * lr, square, *mean
 
 
 def _adadelta(numbers: Numbers, param: Array, grad: Array, square: Array, change: Array) -> Results:
     rho, rest, eps, lr, shrink = numbers
     square = _normal(square * rho + grad * grad * rest)
-    delta = _sqrt((change + eps) / (square + eps)) * grad
+    delta = np.sqrt((change + eps) / (square + eps)) * grad
     return param * shrink - delta * lr, square, _normal(change * rho + delta * delta * rest)
 
 
@@ -133,10 +133,6 @@ def _decayed(grad: Array, param: Array, decay: float) -> Array:
 def _normal(array: Array) -> Array:
     is_small = abs(array) < np.finfo(array.dtype).tiny
     return array_module(array).where(is_small, array.dtype.type(0), array)  # type: ignore[no-any-return]
-
-
-def _sqrt(array: Array) -> Array:
-    return array_module(array).sqrt(array)  # type: ignore[no-any-return]
 
 
 BLOCK = 65536  # elements of a block in sums of squares

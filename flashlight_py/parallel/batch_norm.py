@@ -9,7 +9,7 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.normalization import few_values
 from flashlight_py.device import array_module
 from flashlight_py.distributed.internal import group_or_world, reject_together
-from flashlight_py.nn.normalization import LocalBatchNorm
+from flashlight_py.nn.layers import LocalBatchNorm
 from flashlight_py.parallel.functional import all_reduce
 from flashlight_py.structure import require_all
 

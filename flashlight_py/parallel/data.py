@@ -5,8 +5,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from flashlight_py.dataset import Dataset, shares
-from flashlight_py.dataset.dataset import Indices, Sample
+from flashlight_py.dataset.dataset import Dataset, Indices, Sample, contiguous_share, epoch_order
 from flashlight_py.distributed import ProcessGroup, get_world_rank, get_world_size
 from flashlight_py.distributed.internal import check_integer, group_or_world, in_step
 from flashlight_py.errors import NotInitializedError
@@ -107,7 +106,7 @@ class DistributedDataContainer(Dataset):
             length = len(data) if hasattr(data, "__len__") or not data.shape else data.shape[0]
         except TypeError as error:
             raise TypeError(f"{problem}, which has no length ({error})") from error
-        self._positions = shares.contiguous_share(length, self._share.rank, self._share.size)
+        self._positions = contiguous_share(length, self._share.rank, self._share.size)
 
     def __len__(self) -> int:
         """Return the number of elements in this rank's share."""
@@ -278,7 +277,7 @@ class InEpochs:
     def _go_to(self, epoch: int, consumed: int) -> None:
         if epoch != self._epoch:
             n, shuffle, seed = self._settings.values()
-            self._order = shares.epoch_order(n, seed, epoch) if shuffle else None
+            self._order = epoch_order(n, seed, epoch) if shuffle else None
         self._epoch, self._begin, self._consumed = epoch, consumed, consumed
         self._left = self._n - consumed
         self._is_set = False  # whether set_consumed() was called
@@ -358,8 +357,9 @@ class DistributedSampler(InEpochs):
         return self._counting(self._at(self._positions()).tolist())
 
     def _positions(self) -> range:
-        share = self._share
-        return shares.strided_share(self._left, share.rank, share.size, self._drop_last)
+        # In each step, the ranks together use adjacent positions.
+        left, share = self._left, self._share
+        return range(share.rank, left - left % share.size if self._drop_last else left, share.size)
 
     def _counting(self, indices: list[int]) -> Iterator[int]:
         """Yield ``indices``; update ``consumed`` as if every rank had used as many indices."""
@@ -482,5 +482,5 @@ class ShardedDataset(InEpochs, Dataset):
     def _part(self, index: int) -> tuple[range, range]:
         """Return the positions in the order, from 0, of global batch ``index`` and of this part."""
         batch = range(self._left)[index * self._batch_size : (index + 1) * self._batch_size]
-        share = shares.contiguous_share(len(batch), self._share.rank, self._share.size)
+        share = contiguous_share(len(batch), self._share.rank, self._share.size)
         return batch, batch[share.start : share.stop]

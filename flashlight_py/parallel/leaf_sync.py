@@ -18,7 +18,7 @@ import numpy as np
 
 from flashlight_py import random
 from flashlight_py.autograd import Variable
-from flashlight_py.dataset.shares import contiguous_share
+from flashlight_py.dataset.dataset import contiguous_share
 from flashlight_py.device import Array, array_module, is_floating
 from flashlight_py.distributed import InlineReducer, ProcessGroup
 from flashlight_py.distributed.internal import group_or_world, in_step

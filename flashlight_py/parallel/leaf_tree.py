@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.dataset.shares import contiguous_share
+from flashlight_py.dataset.dataset import contiguous_share
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.internal import host_memory, memory_file, memory_room

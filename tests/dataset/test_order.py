@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlight_py.dataset import partition_by_round_robin
-from flashlight_py.dataset.shares import epoch_order
+from flashlight_py.dataset.dataset import epoch_order
 from tests.tables import for_each
 
 SEEDS = st.integers(0, 2**80)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashlight_py as fl
-from flashlight_py.dataset.shares import epoch_order
+from flashlight_py.dataset.dataset import epoch_order
 from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_ranks
 from tests.tables import for_each

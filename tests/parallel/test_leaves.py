@@ -18,7 +18,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import blas
 from flashlight_py import random as numbers
-from flashlight_py.dataset.shares import contiguous_share
+from flashlight_py.dataset.dataset import contiguous_share
 from flashlight_py.parallel import agreement, fully_sharded
 from flashlight_py.parallel.leaf_tree import additions, fold, push, reduction, rows_needed, stack_of
 from tests.distributed.conformance import BACKENDS, on_ranks, ranks_in

@@ -17,7 +17,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.reducers.host_memory import hosts_of
-from flashlight_py.optim import clip
+from flashlight_py.optim import optimizer as clipping
 from flashlight_py.parallel import fully_sharded, shard_memory
 from tests.distributed.conformance import hosts_by_letter, on_ranks, ranks_in
 from tests.distributed.harness import run_ranks
@@ -138,22 +138,22 @@ def test_clip_grad_norm_finishes_on_all_ranks_before_a_rank_continues(rank: int,
     """The last rank scales its part when rank 0 has read the gradients, or must wait."""
     model = build("float64", "sharded")
     loss_of(model, rank, 0).backward()
-    message, works, scale = np.zeros(1), [], clip._scale
+    message, works, scale = np.zeros(1), [], clipping._scale
 
     def late(grads: Any, factor: float) -> None:
         if rank == size - 1 > 0:
             works.append(fl.irecv(message, src=0))
             with contextlib.suppress(fl.errors.CollectiveTimeoutError):
                 works[0].wait(timeout=0.2)
-            clip._scale = scale
+            clipping._scale = scale
         scale(grads, factor)
 
-    clip._scale = late
+    clipping._scale = late
     try:
         assert fl.optim.clip_grad_norm(model.params(), 0.1) > 0.1
         read = sum(float(np.vdot(p.grad, p.grad)) for p in model.params() if p.grad is not None)
     finally:
-        clip._scale = scale
+        clipping._scale = scale
     if rank == 0 and size > 1:
         fl.send(message, dst=size - 1)
     for work in works:

@@ -7,6 +7,8 @@ _HOMES = {
     "elementwise": [
         *("negative", "add", "sub", "mul", "div", "pow", "maximum", "minimum", "exp", "log"),
         *("sqrt", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "clamp", "clip", "dropout"),
+        *("log1p", "erf", "gelu", "silu", "elu", "leaky_relu", "hardtanh", "prelu", "glu"),
+        "softplus",
     ],
     "dimensions": [
         *("sum", "mean", "var", "max", "min", "matmul", "linear", "linear_relu", "reshape"),
@@ -16,10 +18,6 @@ _HOMES = {
     ],
     "attentions": ["attention", "self_attention"],
     "normalization": ["layer_norm", "rms_norm", "group_norm", "batch_norm"],
-    "activations": [
-        *("log1p", "erf", "gelu", "silu", "elu", "leaky_relu", "hardtanh", "prelu", "glu"),
-        "softplus",
-    ],
     "selecting": ["where", "gather", "scatter_add", "embedding", "topk", "sort", "pad"],
     "recurrent": ["recurrent"],
     "losses": [

@@ -15,19 +15,13 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 from flashlight_py import device, kernels
+from flashlight_py.autograd import variable
 from flashlight_py.autograd.engine import GradSink
 from flashlight_py.autograd.functions import elementwise
 from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, mul, slope_of_relu
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.precision import active_precision, as_float32, as_floating, as_half
-from flashlight_py.autograd.variable import (
-    Input,
-    Operand,
-    Variable,
-    record,
-    record_all,
-    record_pair,
-)
+from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_all
 from flashlight_py.device import NARROW, Array, array_module, is_cupy, narrowed, total, widened
 
 Axis: TypeAlias = int | Sequence[int] | None
@@ -496,7 +490,7 @@ def _matmul(x: Variable, y: Variable) -> Variable:
     is_narrow = x.data.dtype.char in NARROW and not is_cupy(x.data)
     wide: Any = widened if is_narrow else lambda array: array
     out = wide(x.data) @ wide(y.data)
-    return record_pair(
+    return variable.record_pair(
         narrowed(out, x.data) if is_narrow and y.data.dtype.char in NARROW else out,
         *(x, lambda grad: grad @ wide(y.data if q is None else q).swapaxes(-1, -2)),
         *(y, lambda grad: wide(x.data if p is None else p).swapaxes(-1, -2) @ grad),
@@ -517,9 +511,9 @@ def einsum(subscripts: str, *operands: Input) -> Variable:
     terms, result, sizes = _read_subscripts(subscripts, [x.data.shape for x in inputs])
     arrays, used = [], []
     # Broadcast dimensions of size 1 are removed from arrays and terms.
-    for variable, term in zip(inputs, terms, strict=True):
-        letters = [x for x, n in zip(term, variable.data.shape, strict=True) if n == sizes[x]]
-        arrays.append(widened(variable.data).reshape([sizes[x] for x in letters]))
+    for operand, term in zip(inputs, terms, strict=True):
+        letters = [x for x, n in zip(term, operand.data.shape, strict=True) if n == sizes[x]]
+        arrays.append(widened(operand.data).reshape([sizes[x] for x in letters]))
         used.append("".join(letters))
 
     def vjp(position: int, grad: Array) -> Any:

@@ -378,12 +378,10 @@ def _value_error(limits: str, value: Any) -> ValueError:
 
 
 def check_loss_reduction(reduction: str) -> None:
-    """Raise ValueError unless ``reduction`` is ``"mean"``, ``"sum"`` or ``"none"``."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
 
 
 def check_smoothing(ratio: float) -> None:
-    """Raise ValueError unless ``0 <= ratio <= 1``."""
     if not 0 <= ratio <= 1:
         raise ValueError(f"label_smoothing must be 0 to 1, got {ratio}")
