@@ -69,9 +69,8 @@ class autocast(ContextDecorator):
 
     def __enter__(self) -> "autocast":
         dtype = self.dtype if self.enabled else None
-        self._entered.append(
-            casting(dtype, active_precision.casts if dtype == active_precision.dtype else None)
-        )
+        casts = active_precision.casts if dtype == active_precision.dtype else None
+        self._entered.append(casting(dtype, casts))
         self._entered[-1].__enter__()
         return self
 

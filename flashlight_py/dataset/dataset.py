@@ -336,5 +336,4 @@ def epoch_order(n: int, seed: int, epoch: int) -> Indices:
     keys |= np.arange(n, dtype=np.uint64)
     keys.sort()  # four times as fast as argsort
     keys &= (1 << bits) - 1
-    order: Indices = keys.view(np.int64)
-    return order
+    return keys.view(np.int64)

@@ -8,7 +8,7 @@ import numpy as np
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.elementwise import as_variable, check_filled, check_ratio
-from flashlight_py.autograd.functions.recurrent import GATES
+from flashlight_py.autograd.functions.sequences import GATES
 from flashlight_py.nn import init
 from flashlight_py.nn.layers import LayerNorm, Linear, Plain, Sequential, check_sizes
 from flashlight_py.nn.module import Module

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashlight_py.autograd import functions as F
-from flashlight_py.autograd.functions.recurrent import GATES
+from flashlight_py.autograd.functions.sequences import GATES
 
 
 class Case(NamedTuple):

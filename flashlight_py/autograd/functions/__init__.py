@@ -16,10 +16,9 @@ _HOMES = {
         *("astype", "norm", "cumsum", "einsum", "squeeze", "expand_dims", "flip"),
         *("std", "prod", "logsumexp"),
     ],
-    "attentions": ["attention", "self_attention"],
     "normalization": ["layer_norm", "rms_norm", "group_norm", "batch_norm"],
     "selecting": ["where", "gather", "scatter_add", "embedding", "topk", "sort", "pad"],
-    "recurrent": ["recurrent"],
+    "sequences": ["recurrent", "attention", "self_attention"],
     "losses": [
         *("softmax", "log_softmax", "mean_squared_error", "mean_absolute_error"),
         *("categorical_cross_entropy", "binary_cross_entropy"),

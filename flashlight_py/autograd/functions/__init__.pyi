@@ -55,8 +55,6 @@ from flashlight_py.autograd.functions.dimensions import flip as flip
 from flashlight_py.autograd.functions.dimensions import std as std
 from flashlight_py.autograd.functions.dimensions import prod as prod
 from flashlight_py.autograd.functions.dimensions import logsumexp as logsumexp
-from flashlight_py.autograd.functions.attentions import attention as attention
-from flashlight_py.autograd.functions.attentions import self_attention as self_attention
 from flashlight_py.autograd.functions.normalization import layer_norm as layer_norm
 from flashlight_py.autograd.functions.normalization import rms_norm as rms_norm
 from flashlight_py.autograd.functions.normalization import group_norm as group_norm
@@ -68,7 +66,9 @@ from flashlight_py.autograd.functions.selecting import embedding as embedding
 from flashlight_py.autograd.functions.selecting import topk as topk
 from flashlight_py.autograd.functions.selecting import sort as sort
 from flashlight_py.autograd.functions.selecting import pad as pad
-from flashlight_py.autograd.functions.recurrent import recurrent as recurrent
+from flashlight_py.autograd.functions.sequences import recurrent as recurrent
+from flashlight_py.autograd.functions.sequences import attention as attention
+from flashlight_py.autograd.functions.sequences import self_attention as self_attention
 from flashlight_py.autograd.functions.losses import softmax as softmax
 from flashlight_py.autograd.functions.losses import log_softmax as log_softmax
 from flashlight_py.autograd.functions.losses import mean_squared_error as mean_squared_error

@@ -184,11 +184,8 @@ def relu(x: Input) -> Variable:
     zero = constant(0, x.data) if x._calc_grad else 0
     out = array_module(x.data).maximum(x.data, zero)
     slope = slope_of_relu(out, zero)
-
-    def vjp(grad: Array) -> Any:  # errors take the name relu from it
-        return slope(grad)
-
-    return record(out, (x, vjp))
+    slope.__qualname__ = "relu"  # errors quote it
+    return record(out, (x, slope))
 
 
 def slope_of_relu(out: Array, zero: Any) -> Vjp:
