@@ -109,7 +109,7 @@ def _elementwise(name: str, real: str = "float32") -> Any:
 def capped_step(
     mean: Array, variance: Array, mean_sum: Array, variance_sum: Array, inverse_cap: float
 ) -> None:
-    """Change ``mean`` and ``variance`` in place as ``tagi.parameters.step_in_numpy`` does.
+    """Change ``mean`` and ``variance`` in place as ``tagi.layer.step_in_numpy`` does.
 
     All arrays are float32 and have the same shape.
     """

@@ -60,7 +60,8 @@ class Module(Structured, ABC):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Compute the result of the module from its inputs.
 
-        Raises ValueError if an input does not fit, as documented for the class.
+        Raises:
+            ValueError: If an input does not fit, as documented for the class.
         """
 
     def __call__(self: _Forward[Result_co], *inputs: Any, **options: Any) -> Result_co:
