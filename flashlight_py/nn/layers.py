@@ -336,7 +336,8 @@ class Residual(Module):
                 f"Residual: expected equal shapes of module and shortcut for input {x.shape}, got "
                 f"{out.shape} and {past.shape}. Pass a shortcut with the module's output shape"
             )
-        return out + past
+        total: Variable = out + past
+        return total
 
     def __repr__(self) -> str:
         return f"Residual({self.module!r}, {self.shortcut!r})"
