@@ -35,11 +35,10 @@ _HOMES = {
     ],
     "parallel": [
         *("functional", "broadcast_parameters", "all_reduce_parameters", "all_reduce_gradients"),
-        *("distribute_module_grads", "leaves", "fully_shard", "no_sync", "sync_meter"),
+        *("distribute_module_grads", "leaves", "fully_shard", "join", "no_sync", "sync_meter"),
         *("DataParallel", "DistributedOptimizer", "PeriodicAveraging"),
         *("DistributedDataContainer", "DistributedSampler", "ShardedDataset"),
     ],
-    "parallel.join": ["join"],
     "parallel.synchronize": ["synchronize"],
     "nn": ["recompute"],
     "trace": ["profile"],

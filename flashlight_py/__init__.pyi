@@ -49,6 +49,7 @@ from flashlight_py.parallel import all_reduce_gradients as all_reduce_gradients
 from flashlight_py.parallel import distribute_module_grads as distribute_module_grads
 from flashlight_py.parallel import leaves as leaves
 from flashlight_py.parallel import fully_shard as fully_shard
+from flashlight_py.parallel import join as join
 from flashlight_py.parallel import no_sync as no_sync
 from flashlight_py.parallel import sync_meter as sync_meter
 from flashlight_py.parallel import DataParallel as DataParallel
@@ -57,7 +58,6 @@ from flashlight_py.parallel import PeriodicAveraging as PeriodicAveraging
 from flashlight_py.parallel import DistributedDataContainer as DistributedDataContainer
 from flashlight_py.parallel import DistributedSampler as DistributedSampler
 from flashlight_py.parallel import ShardedDataset as ShardedDataset
-from flashlight_py.parallel.join import join as join
 from flashlight_py.parallel.synchronize import synchronize as synchronize
 from flashlight_py.nn import recompute as recompute
 from flashlight_py.trace import profile as profile

@@ -96,9 +96,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("backends", "groups", "api", "start", "reducers", "internal"),
     ),
     "parallel": (
-        *("agreement", "data", "leaf_tree", "failing", "gradient_pass"),
-        *("functional", "shard_memory", "optimizer", "gradcheck", "shard_linear", "batch_norm"),
-        *("sharder", "tree", "synchronize", "gathered_shards", "leaf_sync", "join"),
+        *("agreement", "data", "gradient_pass"),
+        *("functional", "shard_memory", "optimizer", "layers"),
+        *("tree", "synchronize", "gathered_shards", "leaf_sync"),
         *("data_parallel", "fully_sharded", "workers"),
     ),
 }

@@ -19,7 +19,7 @@ _HOMES = {
     ],
     "images": ["Conv2D", "Conv1D", "ConvTranspose2D", "Pool2D", "Upsample"],
     "recompute": ["recompute"],
-    ".parallel.batch_norm": ["BatchNorm"],
+    ".parallel.layers": ["BatchNorm"],
 }
 __all__ = ["init"]
-export(globals(), _HOMES, later=[".parallel.batch_norm"])  # fl.parallel imports this package
+export(globals(), _HOMES, later=[".parallel.layers"])  # fl.parallel imports this package

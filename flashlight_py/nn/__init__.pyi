@@ -45,4 +45,4 @@ from flashlight_py.nn.images import ConvTranspose2D as ConvTranspose2D
 from flashlight_py.nn.images import Pool2D as Pool2D
 from flashlight_py.nn.images import Upsample as Upsample
 from flashlight_py.nn.recompute import recompute as recompute
-from flashlight_py.parallel.batch_norm import BatchNorm as BatchNorm
+from flashlight_py.parallel.layers import BatchNorm as BatchNorm

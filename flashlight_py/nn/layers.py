@@ -448,7 +448,7 @@ class GroupNorm(Affine):
 
 
 class LocalBatchNorm(Affine):
-    """Batch normalization over the batch of this process. ``parallel.batch_norm`` extends it."""
+    """Batch normalization over the batch of this process. ``parallel.layers`` extends it."""
 
     running_mean: Array
     running_var: Array

@@ -5,13 +5,18 @@ from flashlight_py.names import export
 # Public names by module. `scripts/stubs` copies this table to a stub for type checkers.
 _HOMES = {
     "data": ["DistributedDataContainer", "DistributedSampler", "ShardedDataset"],
-    "data_parallel": ["all_reduce_gradients", "distribute_module_grads", "no_sync"],
+    "data_parallel": [
+        "Joined",
+        "all_reduce_gradients",
+        "distribute_module_grads",
+        "join",
+        "no_sync",
+    ],
     "fully_sharded": ["fully_shard"],
-    "gradcheck": ["gradcheck_over_ranks"],
-    "join": ["Joined", "join"],
+    "functional": ["gradcheck_over_ranks"],
+    "layers": ["shard_linear"],
     "leaf_sync": ["leaves"],
     "optimizer": ["DistributedOptimizer"],
-    "shard_linear": ["shard_linear"],
     "synchronize": [
         *("PeriodicAveraging", "all_reduce_parameters", "broadcast_parameters", "sync_meter"),
         "synchronize",

@@ -191,14 +191,12 @@ class InEpochs:
         """Select the order of ``epoch``, before iterating.
 
         Collective and blocking, unless rank and size were passed. A new epoch starts at its first
-        sample. If ``epoch`` is the current epoch, ``consumed`` does not change, also after
-        ``load_state_dict``.
+        sample. If ``epoch`` is the current epoch, nothing changes, also after ``load_state_dict``.
 
         Raises:
             TypeError: If ``epoch`` is not an integer.
             ValueError: If ``epoch`` is negative.
-            MismatchError: If the ranks pass different epochs. Every rank raises and keeps its
-                epoch.
+            MismatchError: If the ranks pass different epochs. Every rank raises; nothing changes.
             NotInitializedError: If the world has changed since this object was made.
             DistributedError: As :func:`flashlight_py.all_reduce`.
         """
@@ -302,8 +300,7 @@ class DistributedSampler(InEpochs):
     """This rank's share of the indices of ``n`` samples, in a new order for each epoch.
 
     Rank r of s ranks gets the entries r, r + s, r + 2 s, ... of one permutation of all samples. If
-    all ranks together use B samples per step, they use the entries [B t, B (t + 1)) in step t. This
-    is true for every number of ranks.
+    all ranks together use B samples per step, step t uses entries [B t, B (t + 1)), for any size.
 
     No sample occurs twice, and no sample is added as padding. Without ``drop_last``, every sample
     occurs once, as evaluation needs. The ranks' numbers of samples then differ by at most one, so
@@ -315,8 +312,7 @@ class DistributedSampler(InEpochs):
     Iterating is not collective. Each new iterator starts from the beginning of the share.
     ``consumed`` counts an index as used when the iterator returns it, and assumes that the other
     ranks have used as many. If a loader reads ahead, correct the number with ``set_consumed``.
-    ``load_state_dict`` divides the remaining samples of the epoch among the current ranks, so that
-    each sample occurs once.
+    ``load_state_dict`` divides the remaining samples among the current ranks, each sample once.
 
     Args:
         n: Number of samples, the same on every rank.
@@ -378,18 +374,16 @@ class ShardedDataset(InEpochs, Dataset):
     Global batch t has the entries [B t, B (t + 1)) of the epoch's order. B is
     ``global_batch_size``. Batches do not depend on the number of ranks. Ranks get contiguous parts
     whose sizes differ by at most one. If a batch has fewer samples than ranks, some ranks get an
-    empty part: arrays with zero rows. Multiply the mean loss of a part by ``weight(t)``. Training
-    then gives the same result for any number of ranks (except for rounding), even if the last batch
-    is shorter.
+    empty part: arrays with zero rows. Multiply a part's mean loss by ``weight(t)``. Training then
+    gives the same result for any number of ranks (up to rounding), even with a shorter last batch.
 
     The constructor, ``set_epoch`` and ``load_state_dict`` are collective, as in
     :class:`flashlight_py.DistributedSampler`. All other methods send nothing, and
     ``PrefetchDataset`` may call them in threads. ``consumed`` counts a batch as used when an
     iterator returns it, also an iterator of a ``PrefetchDataset``. ``dataset[t]`` does not change
     ``consumed``. Batches are new arrays that ``dataset.take`` makes: override ``take`` to pad
-    samples of unequal shapes. After ``load_state_dict``, the remaining samples of the epoch are
-    divided into new global batches, numbered from 0. The number of ranks and ``global_batch_size``
-    may have changed.
+    samples of unequal shapes. ``load_state_dict`` divides the remaining samples of the epoch into
+    new global batches, numbered from 0, also for another number of ranks or ``global_batch_size``.
 
     Args:
         dataset: Dataset with the same samples on every rank. Its length is read once.

@@ -16,8 +16,7 @@ whose message names this rank. Gradients of different results are never added.
 
 All functions block. ``group`` is the process group; the default is the world. The result is a new
 variable with the dtype of ``v``. It has a gradient on every rank if ``v`` has a gradient on any
-rank. The functions raise the errors of the verb with the same name, and TypeError if ``v`` is not a
-Variable.
+rank. The functions raise the errors of their verb, and TypeError if ``v`` is not a Variable.
 """
 
 import functools
@@ -30,14 +29,16 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
-from flashlight_py.autograd import Variable
+from flashlight_py.autograd import Variable, functions, param
 from flashlight_py.autograd.engine import InPasses
+from flashlight_py.autograd.gradcheck import central_difference, difference
 from flashlight_py.autograd.variable import record_in_order
 from flashlight_py.device import Array, array_module, is_cupy, is_floating
 from flashlight_py.distributed import P2POp, ProcessGroup, internal
 from flashlight_py.distributed.internal import LinearOp, reject_together
 from flashlight_py.errors import MismatchError
-from flashlight_py.parallel.failing import fail_pass, refuse_message
+from flashlight_py.parallel.agreement import gather_json
+from flashlight_py.parallel.gradient_pass import fail_pass, refuse_message
 from flashlight_py.structure import as_one
 
 __all__ = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "recv"]
@@ -81,8 +82,7 @@ def reduce_scatter(
     size, *v.shape[1:])``.
 
     Args:
-        v: Variable with the same shape and dtype on every rank. Its first dimension is a multiple
-            of the number of ranks.
+        v: Variable with the same shape and dtype on every rank. ``size`` divides ``v.shape[0]``.
         scale: Real factor of the result.
         op: ``"sum"`` or ``"avg"``. Another value raises ValueError.
     """
@@ -130,9 +130,8 @@ def all_to_all(
     """Return the parts of all ranks' ``v`` for this rank: rank r gets part r of each ``v``.
 
     Gradient: on rank r, part q of the result is part r of v_q, hence part r of dJ/dv_q = part q of
-    g_r. An all_to_all of the gradients computes it. The result is in rank order and has shape
-    ``(number of rows received, *v.shape[1:])``. A first dimension that does not fit ``rows`` raises
-    ValueError.
+    g_r. An all_to_all of the gradients computes it. The result, in rank order, has shape ``(rows
+    received, *v.shape[1:])``. A first dimension that does not fit ``rows`` raises ValueError.
 
     Args:
         v: Variable whose dtype and dimensions except the first are the same on every rank.
@@ -167,8 +166,7 @@ def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) 
 
     with reject_together(call.group, "functional.broadcast", arrays=[v]):
         root = internal.check_rank(call.group.size, "functional.broadcast", "root", root)
-    # All ranks wait for each other in record(). broadcast() comes last, because it may end on the
-    # root before the other ranks call it.
+    # All ranks wait in record(). broadcast() comes last, because it may end early on the root.
     result = copy_of(v.data)
     variable = call.record(v, result, vjp=sum_for_root)
     call.group.broadcast(result, root)
@@ -256,8 +254,7 @@ def copy_of(array: Array) -> Array:
 Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
 
 # The receiver of a message sends the gradient back under a different tag. This tag consists of the
-# bit _GRADIENT, the tag of the message, and the number of earlier messages with the same tag. So
-# backward passes may run in any order.
+# bit _GRADIENT, the message's tag and its number under this tag. So passes may run in any order.
 _GRADIENT = 1 << 30
 _TAGS = _NUMBERS = 1 << 15
 
@@ -307,8 +304,7 @@ def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = Non
     :func:`send` returned. The result has a gradient if its dtype is real and floating.
 
     Args:
-        like: Variable or array with the shape, dtype and device of the message, or a tuple of shape
-            and dtype.
+        like: Variable or array with the message's shape, dtype and device, or (shape, dtype).
         src: Another rank of the group.
         tag: Number from 0 to 32767.
 
@@ -388,3 +384,65 @@ def _receive(group: ProcessGroup, like: Any, src: int, tag: int) -> Array:
             f"{type(like).__name__}. Pass the shape and dtype of the message"
         )
     return group.recv(array_module(array).empty(array.shape, array.dtype), src, tag)
+
+
+@internal.in_step()
+def gradcheck_over_ranks(
+    function: Callable[..., Variable], arrays: Sequence[Array], *, step: float = 1e-6,
+    tolerance: float = 1e-6, group: ProcessGroup | None = None,
+) -> None:  # fmt: skip
+    """Compare the gradients of J, the sum of all ranks' losses, with central differences.
+
+    Use it for functions of ``fl.functional`` with small arrays, which are copied. A rank's loss is
+    the sum of the elements of its result, weighted by fixed numbers. Collective, blocking.
+
+    Args:
+        function: Function of one variable per array, smooth within ``step``. Ranks may pass
+            different functions that make the same collective calls.
+        arrays: float64 arrays of this rank, of any shapes. May be empty.
+        step: Change of one element, for the difference quotient.
+        tolerance: Gradients a and b agree if abs(a - b) <= tolerance * max(1, abs(a), abs(b)).
+        group: Process group. Default: the world.
+
+    Raises:
+        TypeError: If an array is not float64; other dtypes are too coarse for difference quotients.
+        AssertionError: If a gradient differs on any rank. Every rank raises. The message has rank,
+            input, element and both numbers.
+        DistributedError: As :func:`flashlight_py.all_reduce`.
+    """
+    for array in arrays:
+        if array.dtype != "float64":
+            raise TypeError(
+                f"gradcheck_over_ranks: expected float64 arrays, got {array.dtype}. Cast them"
+            )
+    group = internal.group_or_world(group)
+    variables = [param(array.copy()) for array in arrays]
+
+    def loss() -> Variable:
+        result = function(*variables)
+        weights = array_module(result.data).linspace(0.5, 1.5, result.size) + 0.3 * group.rank
+        return functions.sum(functions.mul(result, weights.reshape(result.shape)))
+
+    def objective() -> float:
+        return float(group.all_reduce(np.array(loss().scalar())))
+
+    own_loss = loss()
+    if own_loss.calc_grad:
+        own_loss.backward()
+    cells = [(at, element) for at, x in enumerate(variables) for element in range(x.size)]
+    problem = ""
+    # The ranks change their elements in turn. All ranks compute the objective for each change.
+    for owner, count in enumerate(group.all_gather(np.array([len(cells)])).tolist()):
+        for number in range(count):
+            if owner != group.rank:
+                central_difference(objective, np.zeros(1), 0, step)
+                continue
+            at, element = cells[number]
+            flat = variables[at].data.reshape(-1)  # a view, because the copy is contiguous
+            slope = central_difference(objective, flat, element, step)
+            grad = variables[at].grad  # None counts as zeros
+            gradient = 0.0 if grad is None else float(grad.reshape(-1)[element])
+            problem = problem or difference(at, element, gradient, slope, tolerance)
+    problems = enumerate(gather_json(problem, group))
+    if texts := [f"rank {rank}: {text}" for rank, text in problems if text]:
+        raise AssertionError(f"gradcheck_over_ranks: wrong gradient: {'; '.join(texts)}")

@@ -30,7 +30,6 @@ from flashlight_py.distributed.internal import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.optim.optimizer import Placement, Shards
 from flashlight_py.parallel import gradient_pass
-from flashlight_py.parallel.gradient_pass import GradientPass
 from flashlight_py.parallel.synchronize import give_state
 
 # The length of a part is rounded up to a multiple of this number of elements (64 bytes of float32).
@@ -150,8 +149,7 @@ class Flat(gradient_pass.PassBucket):
 class Reduction:
     """Average of the gradients of one flat in one pass. Rank r receives row r of the mean.
 
-    ``buffers`` contain the gradients until ``send``. ``used`` are the parameters for which this
-    rank has computed a gradient.
+    ``buffers`` contain the gradients until ``send``. ``used`` are parameters with a gradient here.
     """
 
     _part: Array  # this rank's row of the mean; set by send()
@@ -278,7 +276,7 @@ class PartedVariable(Variable):
         return f"Variable(sharded, shape={self.shape}, dtype={self.dtype})"
 
 
-class GatheringSharder(Shards, GradientPass[Flat]):
+class GatheringSharder(Shards, gradient_pass.GradientPass[Flat]):
     """Schedule of gathering and freeing flats, and of reducing their gradients.
 
     At most two flats are gathered at a time: the flat that was read last, and the flat that

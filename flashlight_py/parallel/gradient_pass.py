@@ -2,16 +2,15 @@
 
 Ranks may complete gradients in different orders or lack some, but every rank must send the same
 sequence. So all ranks divide the gradients into the same buckets. A complete bucket waits until all
-earlier buckets have been sent. After the computation, the remaining buckets are sent, and the pass
-waits for the sums.
+earlier buckets have been sent. At the end, the pass sends the other buckets and waits for sums.
 
 Subclasses define the buckets and the use of the sums. ``data_parallel`` sums buckets in place.
 ``sharder`` writes the sums to memory that the ranks of a host share. ``gathered_shards`` scatters
-the sums to the ranks. ``leaf_sync`` adds leaves in the order of a tree. ``tagi`` sums the updates
-of means and variances.
+the sums to the ranks. ``leaf_sync`` adds leaves in the order of a tree. ``tagi`` sums its updates.
 """
 
 import abc
+import contextlib
 import functools
 import itertools
 import sys
@@ -25,13 +24,14 @@ from numpy.typing import DTypeLike
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import InPasses, at_end, watching
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed import ProcessGroup, Reducer, all_reduce, shared_empty
-from flashlight_py.distributed.internal import call_arrays, group_or_world, reduce_all
-from flashlight_py.errors import DistributedError, OutOfMemoryError
+from flashlight_py.distributed import ProcessGroup, Reducer, all_reduce, internal, shared_empty
+from flashlight_py.distributed.internal import group_or_world
+from flashlight_py.errors import DistributedError, GroupClosedError, MismatchError, OutOfMemoryError
 from flashlight_py.nn import Module
-from flashlight_py.parallel.failing import end_together, fail_pass
 from flashlight_py.structure import HoldsState, changed, count
 
+_FAILED = "flashlight_py_failed"
+_WORDS = "backward, and failed"
 _positions = itertools.count(1)  # in the order of creation, the same on all ranks
 
 
@@ -51,8 +51,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
 
     If ``weigh`` is set, each bucket is multiplied by ``weigh(first)``. ``first`` is True for the
     first bucket of a pass. If the factor is 0, all parameters count as unused on this rank.
-    ``enabled`` is False within ``no_sync``. ``ignored`` are names of parameters and buffers that
-    are not synchronised.
+    ``enabled`` is False in ``no_sync``. ``ignored`` names parameters and buffers that may differ.
     """
 
     averages = True  # whether gradients are averaged over the ranks, not only summed
@@ -264,12 +263,70 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         return ()
 
 
+# If a pass fails on one rank, this rank rejects the next collective of the other ranks, so that
+# they raise in it. By then, the ranks may have started different numbers of collectives. So after a
+# failure all ranks call ``end_together``, which returns when all of them have left the pass.
+#
+# A failed pass of fully_shard sends zeros for the remaining buckets. It rejects only its last
+# collective, which all ranks call. Earlier collectives may be in smaller groups.
+def fail_pass(group: ProcessGroup, error: BaseException | None, sent: Iterable[Array] = ()) -> bool:
+    """Reject the next collective of the other ranks, because ``error`` ends the pass here.
+
+    The other ranks raise MismatchError. ``sent`` are the arrays that they reduce next. If they
+    already know of the error, nothing is sent. If ``error`` is an interrupt, all groups fail.
+    Return True if any rank has rejected a call. All ranks must then call ``end_together``.
+    """
+    if error is None or group.size == 1:
+        return False
+    if not isinstance(error, Exception):
+        internal.abort.report(error)
+        return False
+    failed_groups = getattr(error, _FAILED, ())
+    if group.journal.name in failed_groups:
+        return True
+    if group.journal.has_recorded(error):
+        calls = error.calls if isinstance(error, MismatchError) and error.group_lives else ()
+        return any(call.startswith((_WORDS, internal.PASS_FAILED)) for call in calls)
+    setattr(error, _FAILED, (*failed_groups, group.journal.name))
+    with contextlib.suppress(GroupClosedError):  # the other ranks already know the reason
+        internal.reject_together(group, "backward", arrays=sent, outcome="failed").reject(error)
+    return True
+
+
+def refuse_message(group: ProcessGroup, verb: internal.Verb, peer: int, tag: int) -> None:
+    """Send the current exception to ``peer`` instead of the message for which ``peer`` waits."""
+    error = sys.exc_info()[1]
+    if isinstance(error, Exception):
+        with contextlib.suppress(GroupClosedError):
+            words = f"{_WORDS} ({internal.reason_of(error)})"
+            group.backend().start(
+                internal.Call(verb, peer=peer, tag=tag, blocking=False, refusal=words)
+            )
+
+
+def end_together(group: ProcessGroup) -> None:
+    """Wait until all ranks have ended the pass, so that their next calls match again.
+
+    If another rank is in a different call, that call raises ``MismatchError``, and this function
+    waits again. If the group has failed, it returns, and the next call on the group raises.
+    """
+    while True:
+        try:
+            internal.host_memory.wait_for_ranks(group, internal.PASS_FAILED)
+        except MismatchError as error:
+            if error.group_lives:
+                continue
+        except DistributedError:
+            pass
+        return
+
+
 def weigh_in_place(array: Array, weight: float) -> None:
     """Multiply ``array`` by ``weight``, in place. If ``weight`` is 0, NaN becomes 0 as well."""
     if not weight:
         array[...] = 0  # the mean over a batch without samples is NaN
     elif weight != 1.0:
-        call_arrays.scale_in_place(array, weight)
+        internal.call_arrays.scale_in_place(array, weight)
 
 
 def gradient_of(param: Variable) -> Array:
@@ -292,7 +349,9 @@ def used_on_any_rank(used: Iterable[bool], group: ProcessGroup | None) -> list[b
 def reduce_used(params: Sequence[Variable], scale: float, group: ProcessGroup | None) -> None:
     """Sum each gradient that any rank has, times ``scale``, in place. Collective, blocking."""
     used = used_on_any_rank((param.grad is not None for param in params), group)
-    reduce_all([gradient_of(param) for param in itertools.compress(params, used)], scale, group)
+    internal.reduce_all(
+        [gradient_of(param) for param in itertools.compress(params, used)], scale, group
+    )
 
 
 def shared_zeros(size: int, dtype: DTypeLike, group: ProcessGroup | None) -> Array:

@@ -113,8 +113,7 @@ class DistributedOptimizer:
     def reduce(self, updates: Sequence[Any]) -> list[Any]:
         """Reduce ``updates`` over the ranks, in place, as ``step`` reduces gradients; return them.
 
-        Use this for optimization rules that apply arrays other than gradients. Collective,
-        blocking.
+        For optimization rules that apply arrays other than gradients. Collective, blocking.
 
         Args:
             updates: Floating or complex arrays (integers too, unless ``average``) of any shapes.
@@ -123,8 +122,7 @@ class DistributedOptimizer:
         Raises:
             ValueError: If the same array is passed twice, or as :func:`flashlight_py.all_reduce`.
             TypeError: As :func:`flashlight_py.all_reduce`.
-            MismatchError: If the ranks pass different updates. The message has the first
-                difference.
+            MismatchError: If the ranks' updates differ. The message has the first difference.
             DistributedError: As :func:`flashlight_py.all_reduce`.
         """
         updates = list(updates)

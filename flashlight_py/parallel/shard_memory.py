@@ -113,8 +113,7 @@ class HostMemory:
     of each host, and ``host`` is the index of this host. ``local`` is the group of this host's
     ranks. ``between`` is the group of the ranks with the same position on all hosts. It is None if
     there is one host, or if a host has no rank with this position. With ``across``, each host
-    updates a part of the parameters and sends it to the other hosts. The constructor is collective
-    and blocking.
+    updates a part of the parameters and sends it to the other hosts. Creation is collective.
     """
 
     def __init__(self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool) -> None:

@@ -79,8 +79,7 @@ def broadcast_parameters(
     Raises:
         TypeError: If ``module`` is not a Module.
         ValueError: If ``root`` is not a rank, an array is read-only, or a parameter is sharded.
-        MismatchError: If the modules differ. The message has the first different parameter or
-            buffer.
+        MismatchError: If the modules differ. The message has the first difference.
         DistributedError: As :func:`flashlight_py.all_reduce`. Nothing is changed.
 
     Example:
@@ -122,8 +121,7 @@ class PeriodicAveraging(Structured):
 
     The algorithm is known as local SGD and is meant for ranks on a slow network. Use it without
     ``distribute_module_grads``. On every rank, call ``step()`` after each step of the optimizer. Do
-    not call it in a function that ``capture`` records. Each rank keeps its own optimizer state. The
-    constructor is collective.
+    not capture it. Each rank keeps its own optimizer state. The constructor is collective.
 
     Args:
         module: Module with the same structure on every rank. Start from equal values
@@ -241,15 +239,13 @@ def synchronize_for(
     members = internal.group_or_world(group)
     root = internal.check_rank(members.size, verb, "root", root)
     where = f"[{verb}] rank {members.rank} of {members.size}"
-    # The key order of dicts may differ between ranks. This is rare, so keys are sorted only if the
-    # first walk gives different results.
+    # The key order of dicts rarely differs between ranks, so only a second walk sorts the keys.
     for sort_keys in (False, True):
         description, encoded, packed, error = b"", b"", None, None
         try:
             plan = walk(tree, sort_keys)
             description = plan.description + root.to_bytes(8, "little")
-            # The root packs before it receives anything from the other ranks, which may still
-            # unpack the previous buffers.
+            # The root packs before it waits for the other ranks, which may still unpack buffers.
             if members.rank == root:
                 numbers = [number for _, _, number in plan.numbers]
                 encoded = pickle.dumps(numbers) if numbers else b""

@@ -13,8 +13,7 @@ equal:
 
 A name is a key, a position or an attribute. For a key that is not a string or integer, the name is
 a tuple that contains the key's text. Arrays and mutable containers are numbered in the order of the
-walk. Tuples and immutable objects have no number: equal values may be one object on one rank and
-two objects on another.
+walk. Tuples and immutable objects have no number: two equal values may be one object on some rank.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ class Parts(NamedTuple):
 def plan_of(tree: object, sort_keys: bool = False) -> Plan:
     """Return the plan of ``tree``; with ``sort_keys`` it does not depend on the key order of dicts.
 
-    Raises:
-        TypeError, ValueError: If a value cannot be sent. The message begins with its path.
+    TypeError or ValueError, if a value cannot be sent, begins with the path of the value.
     """
     return _Walk(tree, sort_keys).run()
 

@@ -139,9 +139,8 @@ class WorkerShare:
     def __call__(self, link: Connection) -> None:
         """Send (failure, answer, output) for each request until ``link`` is closed.
 
-        ``failure`` is None, or a Failure if the request fails. In this case, ``answer`` is a pickle
-        of
-        the exception, or empty if the exception cannot be pickled.
+        ``failure`` is None, or a Failure if the request fails. Then ``answer`` is a pickle of the
+        exception, or empty if it cannot be pickled.
         """
         while True:
             try:
@@ -274,8 +273,7 @@ def _end_all() -> None:
 
 
 # If sending or receiving is interrupted, the message cannot be completed, so all workers end. The
-# next call starts new workers without loss, because this process has the parameters, modes and
-# random numbers.
+# next call starts new workers without loss: this process has parameters, modes and random numbers.
 class Team:
     """``count`` worker processes with the arrays of ``params`` in shared memory.
 
@@ -327,8 +325,7 @@ class Team:
     def ask(
         self, shares: Iterable[Sequence[Array]], module: bytes | None, method: str, *arguments: Any
     ) -> list[Any]:
-        """Send each worker one of ``shares``, or None if there are too few. Return a list for
-        ``fill``.
+        """Send each worker its share, or None if there are too few. Return a list for ``fill``.
 
         Raises RuntimeError if the workers have ended, or this process was forked from their parent.
         """
@@ -354,8 +351,7 @@ class Team:
     def fill(self, answers: list[Any]) -> list[Any]:
         """Block until ``answers`` is full, and return it. Arrays are valid until the next request.
 
-        Raises like ``ask``, and RankFailedError if a worker raised (its exception is the cause) or
-        was killed.
+        Raises like ``ask``, and RankFailedError if a worker was killed or raised (see the cause).
         """
         self._receive()
         errors = [answer for answer in answers if isinstance(answer, RankFailedError)]
@@ -367,11 +363,7 @@ class Team:
         return answers
 
     def _receive(self) -> None:
-        """Receive the answers to the last request, and print what the workers printed.
-
-        If a worker raised, its answer is a RankFailedError, whose cause is the exception of the
-        worker if it could be pickled.
-        """
+        """Receive the answers to the last request, and print what the workers printed."""
         if not (self._is_waiting and self.resources.is_open):
             return
         received = []
@@ -416,16 +408,14 @@ class DataParallel(Module):
     returns one Variable with all rows. ``backward()`` gives every ``param.grad`` the value that one
     process would compute, except for rounding, and the same bits each time. Optimizers and
     checkpoints work with the wrapped module, whose parameters and names in ``state_dict()`` stay
-    the same. No launcher and no ``distributed_init`` is needed. In a world, each rank has its own
-    workers.
+    the same. No launcher and no ``distributed_init`` is needed. Each rank has its own workers.
 
     This process computes the first share, and workers compute the other shares. The first call
     starts the workers as new interpreters, like the ranks of :func:`flashlight_py.spawn`. So
     scripts must make the call under ``if __name__ == "__main__":``. All processes map the
     parameters and gradients. Other parts of the module (modes, ratios, buffers) are sent if they
     have changed. Each share has its own random numbers, derived from this process's seed. If the
-    forward pass changes the module, for example running statistics, the changes of the first share
-    are kept.
+    forward pass changes the module (running statistics), the changes of the first share are kept.
 
     Inputs are NumPy arrays and Variables of any dtype except object, with the batch as their first
     dimension. They may be nested in objects that can be pickled. Other values are sent to every
@@ -478,8 +468,7 @@ class DataParallel(Module):
                 and the cause is the exception if it can be pickled. ``backward()`` raises this as
                 well. An exception in this process's share is raised unchanged.
             RuntimeError: If a worker makes the call while it imports the script, because the call
-                is not under ``if __name__ == "__main__":``. ``backward()`` raises it if the workers
-                have ended.
+                is not under ``if __name__ == "__main__":``. ``backward()`` raises it if they end.
             OSError: If the system cannot start processes or allocate memory.
         """
         if self.nprocs == 1:

@@ -20,7 +20,7 @@ from flashlight_py import blas
 from flashlight_py import random as numbers
 from flashlight_py.dataset.dataset import contiguous_share
 from flashlight_py.parallel import agreement, fully_sharded
-from flashlight_py.parallel.leaf_tree import additions, fold, push, reduction, rows_needed, stack_of
+from flashlight_py.parallel.leaf_sync import additions, fold, push, reduction, rows_needed, stack_of
 from tests.distributed.conformance import BACKENDS, on_ranks, ranks_in
 from tests.launch.launcher import launch, write
 from tests.tables import for_each
