@@ -14,20 +14,10 @@ from collections.abc import Sequence
 from flashlight_py.tracebacks import folded
 
 __all__ = [
-    "DistributedError",
-    "NotInitializedError",
-    "RendezvousError",
-    "MismatchError",
-    "PeerLostError",
-    "CollectiveTimeoutError",
-    "BackendUnavailableError",
-    "UnavailableEverywhereError",
-    "OutOfMemoryError",
-    "GroupClosedError",
-    "RankFailedError",
-    "CheckpointError",
-    "TornStateError",
-]
+    "DistributedError", "NotInitializedError", "RendezvousError", "MismatchError", "PeerLostError",
+    "CollectiveTimeoutError", "BackendUnavailableError", "UnavailableEverywhereError",
+    "OutOfMemoryError", "GroupClosedError", "RankFailedError", "CheckpointError", "TornStateError",
+]  # fmt: skip
 
 
 class DistributedError(RuntimeError):

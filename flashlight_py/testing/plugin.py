@@ -1,6 +1,6 @@
 """The pytest plugin: ``@pytest.mark.ranks(2)`` runs a test and its fixtures on two ranks.
 
-Without mpirun, session.py forks the ranks. Under ``mpirun -n 4 pytest``, they are MPI's (mpi.py).
+Without mpirun, session.py forks the ranks. Under ``mpirun -n 4 pytest``, they are MPI's.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from flashlight_py.testing import NUMBER
-
 NAME = "flashlight-ranks"  # of the plugin
+NUMBER = "number_of_ranks"  # parameter of tests with the mark ranks([1, 2])
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
@@ -31,11 +30,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare the ranks, if a test needs them. Other sessions import nothing for them."""
     if not any(item.get_closest_marker("ranks") for item in session.items):
         return
-    if under_mpirun():
-        from flashlight_py.testing.mpi import MpiRanks as Ranks
-    else:
-        from flashlight_py.testing.session import ForkedRanks as Ranks  # type: ignore[assignment]
-    ranks = Ranks(session)
+    from flashlight_py.testing.session import ForkedRanks, MpiRanks
+
+    ranks = (MpiRanks if under_mpirun() else ForkedRanks)(session)
     session.config.pluginmanager.register(ranks, NAME)
     ranks.prepare()
 

@@ -42,7 +42,7 @@ def _rendezvous(*args: Any, **kwargs: Any) -> Any:
     """Yield a store, the rank and the number of ranks for ``init_method="flashlight://"``."""
     from flashlight_py.torch import joining
 
-    return joining.rendezvous()
+    return joining.world_rendezvous()
 
 
 def monitored_barrier(

@@ -91,8 +91,7 @@ def _of_torch(cls: type[Any]) -> type[Any]:
             setattr(cls, name, _in_torchs_terms(method, name))
     cls.allreduce = _with_fast_path(cls.allreduce)
     for old, name in _OLD_NAMES.items():
-        method = vars(cls)[name].__wrapped__
-        setattr(cls, old, _in_torchs_terms(method, old))
+        setattr(cls, old, _in_torchs_terms(vars(cls)[name].__wrapped__, old))
     return cls
 
 
@@ -523,16 +522,11 @@ class FlashlightGroup(dist.ProcessGroup):
         """Return the group of ``ranks``, or None on another rank. Collective over ``ranks``."""
         if self.rank() not in ranks:
             return None
-        child: FlashlightGroup = self._join(
-            SimpleNamespace(
-                group_rank=ranks.index(self.rank()),
-                group_size=len(ranks),
-                store=dist.PrefixStore(f"{group_name}/", self._store),
-                timeout=timeout or self._limit,
-                global_ranks_in_group=[self.ours.ranks[rank] for rank in ranks],
-            ),
-            None,
-        )
+        options = SimpleNamespace(group_rank=ranks.index(self.rank()), group_size=len(ranks))
+        options.global_ranks_in_group = [self.ours.ranks[rank] for rank in ranks]
+        options.store = dist.PrefixStore(f"{group_name}/", self._store)
+        options.timeout = timeout or self._limit
+        child: FlashlightGroup = self._join(options, None)
         child._name, child._description = group_name, group_desc or ""
         return child
 

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flashlight_py.trace.profiling import chrome_trace, page, read_trace
-from flashlight_py.trace.records import compare, read_records
+from flashlight_py.trace.profiling import chrome_trace, compare, page, read_records, read_trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

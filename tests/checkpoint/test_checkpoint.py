@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.checkpoint import directory
+from flashlight_py import checkpoint
 from flashlight_py.errors import CheckpointError
 from tests.checkpoint.runs import Run
 from tests.cupy_stand_in import StandInArray, StandInCupy
@@ -248,8 +248,8 @@ class SlowDigest:
 
 def test_write_durable_holds_few_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies, as of GPU arrays: one is digested, one is written, and one is next."""
-    monkeypatch.setattr(directory, "hashlib", SimpleNamespace(sha256=SlowDigest))
-    monkeypatch.setattr(directory, "SMALL_BYTES", 0)
+    monkeypatch.setattr(checkpoint, "hashlib", SimpleNamespace(sha256=SlowDigest))
+    monkeypatch.setattr(checkpoint, "SMALL_BYTES", 0)
     released: list[int] = []
     held: list[int] = []
 
@@ -259,7 +259,7 @@ def test_write_durable_holds_few_copies(tmp_path: Path, monkeypatch: pytest.Monk
         held.append(number + 1 - len(released))
         return array
 
-    directory.write_durable(tmp_path / "file", map(copy, range(30)))
+    checkpoint.write_durable(tmp_path / "file", map(copy, range(30)))
     assert len(held) == 30
     assert max(held) <= 3
 

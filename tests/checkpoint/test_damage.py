@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.checkpoint import directory, runs
+from flashlight_py import checkpoint
 from flashlight_py.errors import CheckpointError
 from tests.checkpoint.runs import Run
 
@@ -100,7 +100,7 @@ def test_load_raises_checkpoint_error_if_all_are_damaged(two: Path, tmp_path: Pa
 def test_load_raises_checkpoint_error_for_a_later_format(
     two: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "FORMAT", 2)
+    monkeypatch.setattr(checkpoint, "FORMAT", 2)
     with pytest.raises(CheckpointError, match="got a later format"):
         fl.load(two)
     monkeypatch.undo()
@@ -198,8 +198,8 @@ def test_load_uses_a_checkpoint_that_a_job_saves_during_the_call(
     """``keep=1`` removes the listed checkpoint, and a listing may miss renamed entries."""
     module, name = {
         "in the listing": (Path, "iterdir"),
-        "before the manifest": (runs, "read_checkpoint"),
-        "before the state": (directory, "read_durable"),
+        "before the manifest": (checkpoint, "read_checkpoint"),
+        "before the state": (checkpoint, "read_durable"),
     }[moment]
     function: Any = getattr(module, name)
     steps = iter(range(2, 5))

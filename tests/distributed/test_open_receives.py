@@ -15,7 +15,7 @@ from flashlight_py.errors import (
     MismatchError,
     PeerLostError,
 )
-from flashlight_py.trace.records import recorded_call_text
+from flashlight_py.trace.profiling import recorded_call_text
 from tests.distributed.conformance import WORLDS, on_ranks, ranks_in
 
 

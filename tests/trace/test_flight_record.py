@@ -18,7 +18,7 @@ from flashlight_py.distributed.failures.flight_record import KEPT_JOBS, Flight, 
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.trace.__main__ import main
-from flashlight_py.trace.records import FlightRecord, compare, read_records
+from flashlight_py.trace.profiling import FlightRecord, compare, read_records
 from tests.distributed.harness import run_ranks
 from tests.trace.validity import assert_valid
 
@@ -195,7 +195,7 @@ IN_ANY_LANGUAGE = """
 import os, sys
 import flashlight_py as fl
 from flashlight_py.trace.__main__ import main
-from flashlight_py.trace.records import read_records
+from flashlight_py.trace.profiling import read_records
 fl.distributed_init(params={"TRACE_DIR": sys.argv[1]})
 fl.trace.dump("Caf\u00e9 " + sys.argv[2])  # im Café
 assert main(["diff", sys.argv[1]]) == 0

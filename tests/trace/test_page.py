@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from flashlight_py.trace.profiling import chrome_trace, page
-from flashlight_py.trace.records import RankTimeline
+from flashlight_py.trace.profiling import RankTimeline, chrome_trace, page
 from tests.launch.launcher import run
 
 MS = 1_000_000

@@ -20,8 +20,7 @@ from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.journal import Record
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.trace import profiling
-from flashlight_py.trace.profiling import chrome_trace, covered
-from flashlight_py.trace.records import RankTimeline
+from flashlight_py.trace.profiling import RankTimeline, chrome_trace, covered
 from tests.distributed.conformance import on_ranks
 from tests.trace.validity import assert_valid
 
