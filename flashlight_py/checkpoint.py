@@ -8,8 +8,7 @@ meanwhile, the next ``save`` removes this directory.
 
 The manifest contains the length and the SHA-256 of the state file. A thread computes the SHA-256
 during the write, because hashing and writing take about the same time on a fast disk. Functions
-for files raise OSError if the system reports an error, and ValueError if a file does not match the
-manifest.
+for files raise OSError for a system error, and ValueError if a file does not match the manifest.
 """
 
 import hashlib
@@ -166,8 +165,7 @@ def publish(
     """Write a checkpoint with the bytes of ``state``, and return its path.
 
     The directory gets its final name when its content is on the disk. If writing fails, the
-    directory is removed. Finally, if there are more than ``keep`` checkpoints, the oldest ones are
-    removed.
+    directory is removed. Finally, the oldest of more than ``keep`` checkpoints are removed.
     """
     missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -462,10 +460,9 @@ def _newest_intact(path: Path, context: str) -> tuple[Intact | None, Array]:
             reasons[newest] = f"{newest.name}: {error}"
             continue
         skipped = tuple(text for path_tried, text in reasons.items() if os.path.lexists(path_tried))
+        text = "%s: checkpoint skipped: %s. %s is used instead"
         for reason in skipped:
-            _log.warning(
-                "%s: checkpoint skipped: %s. %s is used instead", *(context, reason, newest.name)
-            )
+            _log.warning(text, context, reason, newest.name)
         return (newest, manifest, skipped), state
     if reasons:
         raise errors.CheckpointError(
@@ -491,10 +488,8 @@ def _restore(
     if not rng:
         return
     if source_rank >= len(of_ranks):
-        _log.warning(
-            "%s: the checkpoint has random states of %d rank(s) only; this rank keeps its state",
-            *(context_of("load", members), len(of_ranks)),
-        )
+        text = "%s: the checkpoint has random states of %d rank(s) only; this rank keeps its state"
+        _log.warning(text, context_of("load", members), len(of_ranks))
         return
     named, saved = _generators_by_name(rng), of_ranks[source_rank]["given"]
     if named.keys() != saved.keys():

@@ -44,9 +44,8 @@ def check_processes(operation: str, count: int, descriptors: int) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # "max" (no limit), or no such file
         memory = min(memory, int((ROOT / "sys/fs/cgroup/memory.max").read_text()))
-    bounds = [
-        (memory // _PROCESS_BYTES, f"{memory >> 20} MB of memory and needs {_PROCESS_BYTES >> 20}")
-    ]
+    text = f"{memory >> 20} MB of memory and needs {_PROCESS_BYTES >> 20}"
+    bounds = [(memory // _PROCESS_BYTES, text)]
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY:
         processes = (files - _OTHER_DESCRIPTORS) // descriptors

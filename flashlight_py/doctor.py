@@ -214,8 +214,7 @@ def host_name(name: str, addresses: list[str]) -> tuple[str, str, str]:
 
 
 def interface(option: str) -> tuple[str, str, str]:
-    """Report this host's address for other hosts. ``option``: value of INTERFACE, or "" if
-    unset."""
+    """Report this host's address for other hosts. ``option``: value of INTERFACE, or ""."""
     names = ", ".join(map(" ".join, interfaces())) or "none"
     addresses = addresses_of(option) if option else own_addresses()
     if addresses:
@@ -452,9 +451,8 @@ def trials(timeout: float, findings: Iterable[Finding]) -> Iterator[Finding]:
         if problem:
             yield Finding(name, FAILED, problem, "see docs/errors.md, and docs/mpi.md for MPI")
             continue
-        times = [
-            f"{s * 1e3:.3g} ms" if s >= 1e-3 else f"{s * 1e6:.3g} us" for s in facts["seconds"]
-        ]
+        micros = [s * 1e6 for s in facts["seconds"]]
+        times = [f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.3g} us" for us in micros]
         rate = f" ({LARGE_BYTES / facts['seconds'][1] / 1e9:.2g} GB/s)" if ranks > 1 else ""
         path = f"{ranks} ranks, {facts['path']}" if ranks > 1 else "one rank, no communication"
         yield Finding(name, OK, f"{' and '.join(times)}{rate}; {path}")

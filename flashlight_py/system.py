@@ -134,15 +134,12 @@ def _version_4(probe: socket.socket) -> list[tuple[str, str]]:
     buffer = array.array("B", bytes(_IFREQ_BYTES * _MOST_ADDRESSES))
     request = struct.pack("iP", len(buffer), buffer.buffer_info()[0])
     used, _ = struct.unpack("iP", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))
-    entries = (
-        bytes(buffer[offset : offset + _IFREQ_BYTES]) for offset in range(0, used, _IFREQ_BYTES)
-    )
-    return [
-        # The label "eth0:1" belongs to the interface eth0.
-        (entry[:16].partition(b"\0")[0].decode().partition(":")[0], address)
-        for entry in entries
-        for address in [socket.inet_ntoa(entry[20:24])]
-    ]
+    entries = []
+    for offset in range(0, used, _IFREQ_BYTES):
+        label, address = struct.unpack_from("16s4x4s", buffer, offset)
+        name = label.partition(b"\0")[0].decode().partition(":")[0]  # eth0 of the label "eth0:1"
+        entries.append((name, socket.inet_ntoa(address)))
+    return entries
 
 
 def _version_6() -> list[tuple[str, str]]:

@@ -77,10 +77,8 @@ def _in_one_line(frames: list[traceback.FrameSummary]) -> str:
     last = frames[-1]
     number = f"{len(frames)} frame{'s' if len(frames) > 1 else ''}"
     file = last.filename.rpartition("flashlight_py" + os.sep)[2]
-    return (
-        f"  [{number} inside flashlight_py, to {file}:{last.lineno} in {last.name}; {FULL}=1 shows "
-        "them]\n"
-    )
+    end = f"{file}:{last.lineno} in {last.name}"
+    return f"  [{number} inside flashlight_py, to {end}; {FULL}=1 shows them]\n"
 
 
 def _chain(first: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
@@ -90,6 +88,4 @@ def _chain(first: traceback.TracebackException) -> Iterator[traceback.TracebackE
         current = pending.pop()
         yield current
         members = getattr(current, "exceptions", None) or []  # since Python 3.11
-        pending += [
-            linked for linked in (current.__cause__, current.__context__, *members) if linked
-        ]
+        pending += filter(None, (current.__cause__, current.__context__, *members))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import IO, Any
 
 __all__ = ["Popen", "close", "pipe", "read", "send", "set_blocking"]
@@ -23,42 +23,35 @@ def pipe() -> tuple[int, int]:
     return reading.detach(), writing.detach()
 
 
-@contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    wire = socket.socket(fileno=descriptor)
-    try:
-        yield wire
-    finally:
-        wire.detach()
+def _for_descriptors(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method`` of sockets as a function whose first argument is a descriptor."""
+
+    def call(descriptor: int, *args: Any) -> Any:
+        wire = socket.socket(fileno=descriptor)
+        try:
+            return method(wire, *args)
+        finally:
+            wire.detach()
+
+    return call
 
 
-def read(descriptor: int, size: int) -> bytes:
-    with _borrowed(descriptor) as wire:
-        return wire.recv(size)
-
-
-def send(descriptor: int, data: bytes) -> int:
-    with _borrowed(descriptor) as wire:
-        return wire.send(data)
-
-
-def set_blocking(descriptor: int, blocking: bool) -> None:
-    with _borrowed(descriptor) as wire:
-        wire.setblocking(blocking)
+read, send, set_blocking, _dup = map(
+    _for_descriptors,
+    (socket.socket.recv, socket.socket.send, socket.socket.setblocking, socket.socket.dup),
+)
 
 
 class Popen(subprocess.Popen[bytes]):
     """A process whose output threads copy to ends of ``pipe``, if these are passed."""
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
-        ends = {
-            name: options[name] for name in ("stdout", "stderr") if (options.get(name) or 0) > 0
-        }
+        ends = {name: options.get(name) or 0 for name in ("stdout", "stderr")}
+        ends = {name: end for name, end in ends.items() if end > 0}
         super().__init__(command, **{**options, **dict.fromkeys(ends, subprocess.PIPE)})
         self._copies = list[threading.Thread]()
         for name, end in ends.items():
-            with _borrowed(end) as wire:
-                args = getattr(self, name), wire.dup()
+            args = getattr(self, name), _dup(end)
             self._copies.append(threading.Thread(target=_copy, args=args, daemon=True))
             self._copies[-1].start()
 

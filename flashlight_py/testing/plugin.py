@@ -58,4 +58,4 @@ def comm(request: pytest.FixtureRequest) -> Any:
     if ranks is None or not under_mpirun():
         text = "the fixture comm needs the mark ranks(n) and mpirun -n N python -m pytest"
         pytest.fail(text, pytrace=False)
-    return ranks.comm_of(request.node.nodeid)
+    return ranks.comms[ranks.marks[request.node.nodeid].n]

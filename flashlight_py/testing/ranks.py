@@ -34,8 +34,7 @@ from flashlight_py.processes.rank_main import end_with, kill_if_parent_ends
 HAS_FORK = hasattr(os, "fork")
 # Raises RankStuckError in a rank that runs a task. On Windows, any signal would end the rank.
 STUCK_SIGNAL = signal.SIGUSR2 if HAS_FORK else SIGKILL
-# Signals to a rank that has not answered, and the seconds until the next signal. SIGABRT prints the
-# stacks of its threads.
+# Signals to a rank that has not answered, and seconds until the next one. SIGABRT prints stacks.
 _ENDING_SECONDS = 5.0
 _ENDINGS = ((STUCK_SIGNAL, 1.0), *((k, _ENDING_SECONDS) for k in (signal.SIGABRT, SIGKILL)))
 _OUTPUT_LINES = 60
@@ -72,9 +71,6 @@ class Rank:
             self._code = self._status.recv()
         return self._code
 
-    def close(self) -> None:
-        self.link.close()
-
 
 class ForkServer:
     """A copy of this process, made now, that forks ranks. ``prepare`` runs in the copy.
@@ -97,8 +93,7 @@ class ForkServer:
     def start(self, rank: int, env: Mapping[str, str], log: Path | None) -> Rank:
         """Start a rank in a new session, with this environment, that appends its output to ``log``.
 
-        Without ``log`` it uses the standard streams of this process. Raises ConnectionError if the
-        server has ended.
+        Without ``log`` it uses our streams. Raises ConnectionError if the server has ended.
         """
         self._channel.send((rank, dict(env), log))
         ends = list[Connection]()
@@ -299,4 +294,4 @@ class Ranks:
                 os.kill(pid, SIGKILL)
         for rank in self._ranks:
             rank.wait()
-            rank.close()
+            rank.link.close()

@@ -134,10 +134,9 @@ class ForkedRanks:
         if error is not None and (report.failed or hasattr(report, "wasxfail")):
             abort.report(error.value)  # the other ranks raise PeerLostError at once
             failure = Failure.of_exception(error.value)
-            lines = [
-                f"{e.path.name}:{e.lineno + 1} " for e in error.traceback if e.path == item.path
-            ]
-            report.failure = failure._replace(description="".join(lines[-1:]) + failure.description)
+            lines = [entry.lineno + 1 for entry in error.traceback if entry.path == item.path]
+            at = f"{item.path.name}:{lines[-1]} " if lines else ""
+            report.failure = failure._replace(description=at + failure.description)
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -393,9 +392,6 @@ class MpiRanks(ForkedRanks):
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
         if self.rank:  # rank 0 prints its own warnings already
             super().pytest_warning_recorded(warning_message)
-
-    def comm_of(self, name: str) -> Any:
-        return self.comms[self.marks[name].n]
 
     def outcomes(self, item: pytest.Item, mark: Mark) -> list[Outcome]:
         rank, n = self.world.rank, mark.n

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import typing_extensions
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from flashlight_py.distributed import ProcessGroup, broadcast_object, internal, is_distributed_init
+from flashlight_py.distributed import broadcast_object, internal, is_distributed_init
 from flashlight_py.distributed.internal import current_world, hide_folder, initialize, rendezvous
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import own_addresses
@@ -50,10 +51,7 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
     settings = internal.Settings.from_params({"TIMEOUT": usual, **options_of_user})
     ranks = list(options.global_ranks_in_group)
     store, ours = options.store, True
-
-    def meeting() -> TorchStore:
-        return TorchStore(store, rank, size, settings.joining_seconds)
-
+    meeting = functools.partial(TorchStore, store, rank, size, settings.joining_seconds)
     if not ranks and is_distributed_init() and current_world().owner == OWNER:
         initialize.leave()  # torch 2.6 destroys groups without a call of shutdown()
     if not ranks and is_distributed_init():
@@ -74,15 +72,14 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
         members.close()
     else:
         group = initialize.create_world(meeting, settings).group
-    end = _end(group, not ranks, ours)
+
+    def end() -> None:
+        if ours and ranks:
+            group.close()
+        elif ours and current_world().group is group:
+            initialize.leave()
+
     return FlashlightGroup(group, store, settings.timeout, end, join_process_group)
-
-
-def _end(group: ProcessGroup, is_world: bool, ours: bool) -> Callable[[], None]:
-    """Return a function that ends ``group`` if torch created it (``ours``), else does nothing."""
-    if ours and not is_world:
-        return group.close
-    return lambda: initialize.leave() if ours and current_world().group is group else None
 
 
 def world_rendezvous() -> Iterator[tuple[Any, int, int]]:

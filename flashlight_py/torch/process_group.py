@@ -98,9 +98,7 @@ def _of_torch(cls: type[Any]) -> type[Any]:
 def _with_fast_path(method: Method) -> Method:
     """Return ``method`` with a fast path for blocking calls, which take half the time."""
 
-    def allreduce(
-        self: FlashlightGroup, tensors: Any, opts: Any = None, timeout: Any = None
-    ) -> dist.Work:
+    def allreduce(self: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         plain = type(opts) is _OPTIONS and not opts.asyncOp and len(tensors) == 1
         if plain and (x := native_tensor(tensors[0])) is not None:
             op, scale = _reduction(opts.reduceOp, x[3].dtype)

@@ -482,8 +482,7 @@ def _signature(call: dict[str, Any]) -> tuple[Any, ...]:
         return verb, call.get("root")
     rows = 1 if verb in _ROWS_DIFFER and shape else 0
     same = None if shape is None else tuple(shape[rows:])
-    # Records of native all_reduce calls have at most three dimensions. Arrays with more dimensions
-    # are compared by bytes.
+    # Native all_reduce records at most three dimensions. Arrays with more are compared by bytes.
     size = call["bytes"] if verb == "all_reduce" else None
     dimensions = same if same is not None and len(same) <= 3 else None
     return verb, call.get("dtype"), call.get("op"), call.get("root"), dimensions, size
