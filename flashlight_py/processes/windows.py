@@ -36,10 +36,9 @@ def _for_descriptors(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-read, send, set_blocking, _dup = map(
-    _for_descriptors,
-    (socket.socket.recv, socket.socket.send, socket.socket.setblocking, socket.socket.dup),
-)
+read, send = _for_descriptors(socket.socket.recv), _for_descriptors(socket.socket.send)
+set_blocking = _for_descriptors(socket.socket.setblocking)
+_dup = _for_descriptors(socket.socket.dup)
 
 
 class Popen(subprocess.Popen[bytes]):

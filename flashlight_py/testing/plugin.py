@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from flashlight_py.testing import NUMBER
+
 NAME = "flashlight-ranks"  # of the plugin
-NUMBER = "number_of_ranks"  # parameter of tests with the mark ranks([1, 2])
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 

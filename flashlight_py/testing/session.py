@@ -27,7 +27,7 @@ from _pytest.runner import runtestprotocol
 import flashlight_py as fl
 from flashlight_py.distributed.internal import abort
 from flashlight_py.launch.failures import Failure, first_cause
-from flashlight_py.testing.plugin import NUMBER
+from flashlight_py.testing import NUMBER
 from flashlight_py.testing.ranks import HAS_FORK, ForkServer, Outcome, Ranks, RankStuckError
 
 END_SECONDS = 60.0  # for the teardown of fixtures after the last test
