@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import struct
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.journal import Journal
+from flashlight_py.distributed.calls.journal import CALLERS, Journal
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import ALL_GATHER, Verb
@@ -234,3 +235,39 @@ class BackendStore(Store):
     def exchange(self, payload: bytes) -> Roster:
         """Return the payloads of all ranks. Raises the errors of ``Work.wait``."""
         return Roster.of(exchange_bytes(self._backend, payload, self._part_of))
+
+
+class Callers:
+    """Threads that are inside a blocking call of a backend.
+
+    A signal handler that interrupts such a call must not start another call of the backend: the new
+    call would wait for the interrupted call, and ranks could not agree on the order of the two
+    calls. The handler may end the group. An exception of the handler can occur at any point, so a
+    caller adds the result of ``check`` to ``threads`` inside a ``try`` block, and discards it in
+    ``finally``.
+    """
+
+    def __init__(self, name: str, parts: Sequence[Backend] = ()) -> None:
+        self._name, self._parts = name, parts  # ``parts``: backends that this backend uses
+        self.threads: set[int] = set()
+        self.native_header: Sequence[int] | None = None  # of the journal; None before ``bind``
+
+    def contains_this_thread(self) -> bool:
+        """Return whether the current thread is inside a call of this backend."""
+        thread = threading.get_ident()
+        in_native = self.native_header is not None and thread in self.native_header[CALLERS]
+        if in_native or thread in self.threads:
+            return True
+        return any(part.is_calling() for part in self._parts)
+
+    def check(self, verb: str) -> int:
+        """Return this thread's id. If it is inside a call, raise an error that names ``verb``."""
+        if not self.contains_this_thread():
+            return threading.get_ident()
+        error = DistributedError(
+            f"[{verb}] {self._name}: a signal handler cannot call the group while it interrupts "
+            "another call of this group. Nothing was sent. Set a flag in the handler and act on it "
+            "between two calls, or call distributed_shutdown()"
+        )
+        error.has_begun = False
+        raise error

@@ -20,7 +20,7 @@ from flashlight_py.distributed.failures import abort, flight_record
 from flashlight_py.distributed.failures.flight_record import dump, read_fields
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.membership import Membership, members_of, world_fast
-from flashlight_py.distributed.memory import memory_file, memory_room
+from flashlight_py.distributed.memory import memory_file
 from flashlight_py.distributed.reducers import host_memory
 from flashlight_py.distributed.reducers.hook import CommunicationHook, check_hook
 from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_buckets, reduce_all
@@ -35,12 +35,12 @@ from flashlight_py.distributed.verbs import ALL_REDUCE, RECV, SCATTER, SEND, Ver
 from flashlight_py.distributed.work import AllOf, Done, Then
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.backends.nccl.launching import GraphLauncher
+    from flashlight_py.distributed.backends.nccl.library import GraphLauncher
 
 
 def graph_launcher(graph: Any, targets: Sequence[Any]) -> GraphLauncher:
     """Return a ``GraphLauncher``. The delayed import saves time in programs without GPUs."""
-    from flashlight_py.distributed.backends.nccl.launching import GraphLauncher
+    from flashlight_py.distributed.backends.nccl.library import GraphLauncher
 
     return GraphLauncher(graph, targets)
 

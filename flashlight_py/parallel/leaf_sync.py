@@ -533,7 +533,7 @@ class Rows(HoldsState):
         shape = depth, self._width
         backend, store = local.backend(), internal.host_memory.store_of(members)
         with local.journal.recording("shared_empty", like=(dtype, shape)):
-            make = functools.partial(internal.memory_room.shared_arrays, backend, shape, dtype)
+            make = functools.partial(internal.memory_file.shared_arrays, backend, shape, dtype)
             self._by_rank = internal.memory_file.made_together(store, make)
         self._position = local.rank if len(self._by_rank) > 1 else 0
         self.rows = self._by_rank[self._position]

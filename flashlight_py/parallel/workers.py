@@ -28,7 +28,7 @@ from flashlight_py.autograd.variable import record, record_in_order
 from flashlight_py.cores import check_processes, thread_variables, usable_cores
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed import get_local_size
-from flashlight_py.distributed.internal import check_integer, memory_file, memory_room
+from flashlight_py.distributed.internal import check_integer, memory_file
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps, main_can_be_imported
@@ -99,7 +99,7 @@ class WorkerMemory:
             places.append((size, array.shape, array.dtype))
             size += (array.nbytes // _ALIGNMENT + 1) * _ALIGNMENT
         if size > os.fstat(self.fd).st_size:
-            memory_room.reserve(self.fd, size, f"arrays for the workers of {WHAT}")
+            memory_file.reserve(self.fd, size, f"arrays for the workers of {WHAT}")
         for view, array in zip(self.views(places), arrays, strict=True):
             view[...] = array
         return places

@@ -15,7 +15,7 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend, exchange_bytes
-from flashlight_py.distributed.backends.nccl import joining
+from flashlight_py.distributed.backends.nccl import backend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.calls.call import Call
@@ -242,13 +242,13 @@ def install(cpu: Backend, devices: int = 8) -> StandInNccl:
     nccl = StandInNccl(ffi, cpu)
     sys.modules["cupy"] = StandInCupy(devices)
     library = StandInLibrary(ffi, nccl, "stand-in", 22703)
-    joining.load_nccl = lambda: library  # type: ignore[assignment]
-    join = joining._communicator
+    backend.load_nccl = lambda: library  # type: ignore[assignment]
+    join = backend._communicator
 
     def join_by_its_own(cpu: Backend, nccl: NcclLibrary, *rest: Any) -> Communicator:
         """Let each group's communicator move its bytes over the CPU backend of that group."""
         stand_in = nccl.lib if nccl.lib._cpu is cpu else StandInNccl(ffi, cpu)
         return join(cpu, dataclasses.replace(nccl, lib=stand_in), *rest)
 
-    joining._communicator = join_by_its_own
+    backend._communicator = join_by_its_own
     return nccl

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from flashlight_py.distributed.rendezvous import places, tree
+from flashlight_py.distributed.rendezvous import tree
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.tree import TreeNode, TreeStore
@@ -88,7 +88,7 @@ def stop_before_reading(plan: Plan) -> None:
 
 def run_exchanges(plan: Plan) -> None:
     rank, size = plan["rank"], plan["size"]
-    places.FAN = plan.get("fan", places.FAN)
+    tree.FAN = plan.get("fan", tree.FAN)
     if "short_seconds" in plan:  # failures are raised sooner
         tree.SHORT_SECONDS = tree._QUERY_SECONDS = plan["short_seconds"]
         tree._ANSWER_SECONDS, tree._STALL_SECONDS = 2 * tree._QUERY_SECONDS, 0.1

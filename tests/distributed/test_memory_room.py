@@ -17,7 +17,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.backend import BackendStore
-from flashlight_py.distributed.memory import memory_file, memory_room
+from flashlight_py.distributed.memory import memory_file
 from flashlight_py.distributed.memory.memory_file import MemoryFile, needs_names, open_memory
 from flashlight_py.distributed.reducers.host_memory import hosts_of, map_zeros
 from flashlight_py.distributed.start.world import group_or_world
@@ -170,14 +170,14 @@ def test_available_memory_is_the_smallest_of_all_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Any, swap: int, free: int, limit: str
 ) -> None:
     """The machine and each control group above this process count, as inside a container."""
-    monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files, swap))
-    monkeypatch.setattr(memory_room, "LITTLE", 0)
-    result, words = memory_room.available()
+    monkeypatch.setattr(memory_file, "ROOT", machine(tmp_path, files, swap))
+    monkeypatch.setattr(memory_file, "LITTLE", 0)
+    result, words = memory_file.available()
     assert (result, limit in words) == (free, True), words
-    assert memory_room.available(ranks=4)[0] == min(result, (64 * MB + 1024 * swap) // 4)
-    memory_room.require_memory(free * 9 // 10, "an array")
+    assert memory_file.available(ranks=4)[0] == min(result, (64 * MB + 1024 * swap) // 4)
+    memory_file.require_memory(free * 9 // 10, "an array")
     with pytest.raises(MemoryError, match=f"an array: {free:,} bytes are needed, and {free:,} are"):
-        memory_room.require_memory(free, "an array")
+        memory_file.require_memory(free, "an array")
 
 
 @pytest.mark.parametrize(
@@ -195,17 +195,17 @@ def test_available_memory_is_the_smallest_of_all_limits(
 def test_available_memory_ignores_unreadable_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, object], is_known: bool
 ) -> None:
-    monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files))
+    monkeypatch.setattr(memory_file, "ROOT", machine(tmp_path, files))
     expected = (64 * MB, "MemAvailable of /proc/meminfo") if is_known else (sys.maxsize, "no limit")
-    result, words = memory_room.available()
+    result, words = memory_file.available()
     assert (result, expected[1] in words) == (expected[0], True), words
 
 
 def test_require_memory_caches_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups without a limit, or with more memory than the machine, are not read again."""
     files = {**LIMITED, **group(f"{V2}/slurm/job_7", "max", 1), **group(V2, 999 * MB, 1)}
-    monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files))
-    memory_room.available()
+    monkeypatch.setattr(memory_file, "ROOT", machine(tmp_path, files))
+    memory_file.available()
     reads: list[str] = []
     read_text = Path.read_text
 
@@ -214,28 +214,28 @@ def test_require_memory_caches_its_limits(tmp_path: Path, monkeypatch: pytest.Mo
         return read_text(path)
 
     monkeypatch.setattr(Path, "read_text", counted)
-    memory_room.require_memory(63 * MB, "an array")
-    memory_room.ordinary_empty((31, MB), np.dtype(np.uint8), ranks=2)
+    memory_file.require_memory(63 * MB, "an array")
+    memory_file.ordinary_empty((31, MB), np.dtype(np.uint8), ranks=2)
     assert reads == []
     with pytest.raises(MemoryError, match="15,728,640 are available"):
-        memory_room.require_memory(64 * MB, "an array")
+        memory_file.require_memory(64 * MB, "an array")
     slurm = [f"{V2}/slurm/memory.{name}" for name in ("stat", "current")]
     assert reads == ["proc/meminfo", *slurm]
     (tmp_path / f"{V2}/slurm/memory.max").write_text("max")
     with pytest.raises(MemoryError, match="67,108,864 are available"):
-        memory_room.require_memory(1025 * MB, "an array")  # large requests read the limits again
+        memory_file.require_memory(1025 * MB, "an array")  # large requests read the limits again
 
 
 def test_reserve_restores_file_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))
-    monkeypatch.setattr(memory_room, "_CHUNK_BYTES", MB)
-    monkeypatch.setattr(memory_room, "LITTLE", 0)
+    monkeypatch.setattr(memory_file, "ROOT", machine(tmp_path, {}))
+    monkeypatch.setattr(memory_file, "_CHUNK_BYTES", MB)
+    monkeypatch.setattr(memory_file, "LITTLE", 0)
     fd = os.memfd_create("test")
-    memory_room.reserve(fd, 3 * MB, "a file")
+    memory_file.reserve(fd, 3 * MB, "a file")
     left = iter([64 * MB, 3 * MB])
-    monkeypatch.setattr(memory_room, "available", lambda ranks: (next(left), "the test"))
+    monkeypatch.setattr(memory_file, "available", lambda ranks: (next(left), "the test"))
     with pytest.raises(MemoryError, match="3,145,728 are available"):
-        memory_room.reserve(fd, 8 * MB, "a file")
+        memory_file.reserve(fd, 8 * MB, "a file")
     status = os.fstat(fd)
     os.close(fd)
     assert (status.st_size, status.st_blocks * 512) == (3 * MB, 3 * MB)
@@ -245,7 +245,7 @@ def test_reserve_raises_before_a_small_file_system_is_full(monkeypatch: pytest.M
     fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
     system = os.fstatvfs(fd)
     with pytest.raises(OSError, match=r"a file: [0-9,]* bytes are needed, [0-9,]* free") as caught:
-        memory_room.reserve(fd, system.f_blocks * system.f_frsize + 1, "a file")
+        memory_file.reserve(fd, system.f_blocks * system.f_frsize + 1, "a file")
     blocks = os.fstat(fd).st_blocks
     os.close(fd)
     assert (caught.value.errno, blocks) == (errno.ENOSPC, 0)
@@ -257,11 +257,11 @@ def test_reserve_raises_before_a_small_file_system_is_full(monkeypatch: pytest.M
 @contextlib.contextmanager
 def little_memory(folder: Path) -> Iterator[None]:
     """Make this rank believe that its machine has 64 MB."""
-    before, memory_room.ROOT = memory_room.ROOT, machine(folder, {})
+    before, memory_file.ROOT = memory_file.ROOT, machine(folder, {})
     try:
         yield
     finally:
-        memory_room.ROOT = before
+        memory_file.ROOT = before
 
 
 def model(width: int) -> Any:
@@ -272,7 +272,7 @@ def model(width: int) -> Any:
 
 def fill(out: Any) -> None:
     """Fail unless there is enough memory."""
-    assert str(memory_room.ROOT) == "/"
+    assert str(memory_file.ROOT) == "/"
 
 
 # Allocations of more than 64 MB on a host of two ranks, with the name in the error.
@@ -316,7 +316,7 @@ def test_require_memory_allows_all_without_limits(rank: int, size: int, tmp_path
 
     with little_memory(tmp_path / str(rank)), pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            (memory_room.ROOT / "proc/meminfo").write_text("MemFree: 9 kB\n")
+            (memory_file.ROOT / "proc/meminfo").write_text("MemFree: 9 kB\n")
         patch.setattr(BackendStore, "exchange", counted)
         fl.shared_empty((16, MB))[-1] = rank
         del exchanges[:]
@@ -365,7 +365,7 @@ def test_available_memory_excludes_unwritten_pages(rank: int, size: int, tmp_pat
 def test_workers_raise_out_of_memory_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flashlight_py.parallel.workers import WorkerMemory
 
-    monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))
+    monkeypatch.setattr(memory_file, "ROOT", machine(tmp_path, {}))
     memory = WorkerMemory()
     with pytest.raises(MemoryError, match="arrays for the workers of DataParallel"):
         memory.put([np.empty((17, MB), np.float32)])

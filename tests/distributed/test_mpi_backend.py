@@ -17,7 +17,8 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.backend import BackendStore
-from flashlight_py.distributed.backends.mpi import joining, verb_steps
+from flashlight_py.distributed.backends.mpi import backend as mpi_backend
+from flashlight_py.distributed.backends.mpi import verb_steps
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend, Progress
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.calls.call import Call
@@ -109,7 +110,7 @@ def test_group_is_freed_after_all_ranks_have_left(rank: int, size: int) -> None:
     for _ in range(20):
         store = BackendStore(backend())
         cpu = partial(ShmBackend, store, TIMEOUT)
-        group = joining.connect_mpi(store, cpu, TIMEOUT, True, gpu_aware=False)
+        group = mpi_backend.connect_mpi(store, cpu, TIMEOUT, True, gpu_aware=False)
         group.start(Call(BARRIER)).wait()
         group.close()
         fl.barrier()
@@ -263,11 +264,11 @@ def test_unchecked_call_raises_after_a_rank_has_left_or_is_late(rank: int, size:
 
 def test_mpi_cuda_aware_must_be_an_equal_flag_on_every_rank() -> None:
     for other, expected in (
-        (joining.MpiCard(1, 2, gpu_aware=True), "MPI_CUDA_AWARE differs between ranks"),
-        (joining.MpiCard(problem="no libmpi"), "rank 1: no libmpi"),
+        (mpi_backend.MpiCard(1, 2, gpu_aware=True), "MPI_CUDA_AWARE differs between ranks"),
+        (mpi_backend.MpiCard(problem="no libmpi"), "rank 1: no libmpi"),
     ):
         with pytest.raises(UnavailableEverywhereError, match=expected):
-            joining._check_cards([joining.MpiCard(0, 2), other])
+            mpi_backend._check_cards([mpi_backend.MpiCard(0, 2), other])
     assert Settings.from_params({"MPI_CUDA_AWARE": "1"}).mpi_cuda_aware
     assert not Settings.from_params({"MPI_CUDA_AWARE": False}).mpi_cuda_aware
     with pytest.raises(ValueError, match="MPI_CUDA_AWARE"):

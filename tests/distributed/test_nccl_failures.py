@@ -18,12 +18,11 @@ import pytest
 
 from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl import communicator as communicator_module
-from flashlight_py.distributed.backends.nccl import launching
+from flashlight_py.distributed.backends.nccl import library as nccl_library
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
-from flashlight_py.distributed.backends.nccl.comparing import Comparisons
 from flashlight_py.distributed.backends.nccl.library import slow_launch_reason
-from flashlight_py.distributed.backends.nccl.streams import MAX_PENDING
+from flashlight_py.distributed.backends.nccl.streams import MAX_PENDING, Comparisons
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, BROADCAST, RECV, SEND
@@ -489,10 +488,10 @@ def test_released_graph_is_destroyed_and_not_launched(monkeypatch: pytest.Monkey
     """An error's traceback may keep the launcher alive, and NCCL waits for the end of the graph."""
     driver = StandInLibrary(ffi, StandInNccl(ffi, None), "stand-in", 22809)
     driver.lib.cuGraphLaunch = driver.lib.cuEventRecord = lambda *_: LOG.append("launch") or 0
-    monkeypatch.setattr(launching, "driver_address", driver.address)
+    monkeypatch.setattr(nccl_library, "driver_address", driver.address)
     graph = type("Graph", (), {"graphExec": 3})()
     graphs = weakref.ref(graph)
-    launcher = launching.GraphLauncher(graph, [])
+    launcher = nccl_library.GraphLauncher(graph, [])
     LOG.clear()
     launcher.launch([], 1, 2)
     assert LOG == ["launch", "launch"]  # of the graph, and of the event

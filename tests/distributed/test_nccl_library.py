@@ -15,10 +15,9 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl import library
+from flashlight_py.distributed.backends.nccl.backend import NcclCard, exchange_cards
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
-from flashlight_py.distributed.backends.nccl.joining import NcclCard, exchange_cards
-from flashlight_py.distributed.backends.nccl.launching import form_of
-from flashlight_py.distributed.backends.nccl.library import NcclLibrary
+from flashlight_py.distributed.backends.nccl.library import NcclLibrary, form_of
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.memory import topology
 from flashlight_py.distributed.memory.topology import DeviceRule

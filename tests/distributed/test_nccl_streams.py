@@ -16,8 +16,7 @@ import pytest
 from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
-from flashlight_py.distributed.backends.nccl.launching import Launcher
-from flashlight_py.distributed.backends.nccl.library import NcclLibrary
+from flashlight_py.distributed.backends.nccl.library import Launcher, NcclLibrary
 from flashlight_py.distributed.backends.nccl.streams import DeviceFlight, Flights
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp

@@ -22,7 +22,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py import _native
-from flashlight_py.distributed.backends.hierarchical_calls import cut_evenly
+from flashlight_py.distributed.backends.hierarchical import cut_evenly
 from flashlight_py.distributed.memory import memory_file
 from tests.distributed import conformance, programs
 from tests.distributed.conformance import (

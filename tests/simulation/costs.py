@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from flashlight_py.distributed.memory import topology
-from flashlight_py.distributed.rendezvous import places, store, tree
+from flashlight_py.distributed.rendezvous import store, tree
 
 # Seconds per call, and per byte of a message at one end.
 CONNECT, ACCEPT, SEND, RECEIVE, SELECT = 86e-6, 30e-6, 16e-6, 16e-6, 5e-6
@@ -61,7 +61,7 @@ def _derived(_: Any, roster: store.Roster, make: Callable[..., Any], *__: Any) -
 _growing = (
     Growing(store.Roster, "of", lambda made, *_: PACK * len(made)),
     Growing(store.Roster, "derived", _derived),
-    Growing(places.TreeRecord, "add_entries", lambda _, __, body: TAKE * (1 + len(body) // 600)),
+    Growing(tree.TreeRecord, "add_entries", lambda _, __, body: TAKE * (1 + len(body) // 600)),
     Growing(tree.TreeNode, "_admit", lambda *_: ADMITTED),
 )
 

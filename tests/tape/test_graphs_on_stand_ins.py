@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.backends.nccl import launching
+from flashlight_py.distributed.backends.nccl import library as nccl_library
 from flashlight_py.distributed.groups.membership import members_of
 from flashlight_py.tape.graphs import Graphs, _spanning
 from tests.cupy_stand_in import Event, StandInArray, StandInCupy, Stream
@@ -37,7 +37,7 @@ class StandInDriver:
         functions.cuGraphLaunch = lambda *_: self.launched() or 0
         functions.cuEventRecord = lambda *_: 0
         self._ffi, library = ffi, StandInLibrary(ffi, functions, "stand-in", 22809)
-        patch.setattr(launching, "driver_address", library.address)
+        patch.setattr(nccl_library, "driver_address", library.address)
         patch.setattr(Stream, "begin_capture", lambda _: setattr(self, "is_capturing", True), False)
         patch.setattr(Stream, "end_capture", self._end, False)
         patch.setattr(Stream, "record", lambda _: Event(), False)

@@ -19,8 +19,8 @@ from flashlight_py.distributed.backend import Backend, exchange_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank, check_seconds
 from flashlight_py.distributed.groups.membership import Membership, members_of, subgroup_numbers
-from flashlight_py.distributed.rendezvous.places import FAN
 from flashlight_py.distributed.rendezvous.store import Roster, Store
+from flashlight_py.distributed.rendezvous.tree import FAN
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
 from flashlight_py.errors import MismatchError
 

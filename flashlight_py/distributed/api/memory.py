@@ -19,8 +19,7 @@ from flashlight_py.distributed.api.verb_call import Group, reason_of, reject_tog
 from flashlight_py.distributed.backend import BackendStore
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.groups.membership import members_of
-from flashlight_py.distributed.memory.memory_file import MemoryFile, made_together, open_memory
-from flashlight_py.distributed.memory.memory_room import LITTLE, reserve, shared_array
+from flashlight_py.distributed.memory import memory_file
 from flashlight_py.distributed.memory.topology import exchange_process_info, ranks_by_memory
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import OutOfMemoryError, RankFailedError
@@ -61,10 +60,12 @@ def shared_empty(
         backend = members.backend()
         with members.journal.recording("shared_empty", like=(kind, extents)):
             nbytes = math.prod(extents) * kind.itemsize * backend.size
-            if nbytes < LITTLE:  # memory is not checked
-                return shared_array(backend, extents, kind)
+            if nbytes < memory_file.LITTLE:  # memory is not checked
+                return memory_file.shared_array(backend, extents, kind)
             store = BackendStore(backend, "shared_empty")
-            return made_together(store, lambda: shared_array(backend, extents, kind))
+            return memory_file.made_together(
+                store, lambda: memory_file.shared_array(backend, extents, kind)
+            )
 
 
 def host_array(
@@ -159,7 +160,7 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
         offers = [pickle.loads(data) for data in store.exchange(pickle.dumps(offer))]
         _, path, layout = offers[loader]
         _raise_first(store, [problem for problem, _, _ in offers], error)
-        return made_together(store, lambda: _map_array(path, layout))
+        return memory_file.made_together(store, lambda: _map_array(path, layout))
     finally:  # runs even if another rank dies or a signal handler raises
         del error  # its traceback refers to this frame
         if file is not None:
@@ -170,7 +171,7 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
 
 def _load(
     load: Callable[..., Any], layout: Layout | None, named: bool
-) -> tuple[MemoryFile, Layout]:
+) -> tuple[memory_file.MemoryFile, Layout]:
     source = None
     if layout is None:
         source = load()
@@ -180,7 +181,7 @@ def _load(
             )
         source = np.asarray(source)
         layout = Layout(source.shape, _check_dtype(source.dtype))
-    file = MemoryFile(named)
+    file = memory_file.MemoryFile(named)
     try:
         target = _map_array(file.path, layout, new=True)
         if source is None:
@@ -195,10 +196,10 @@ def _load(
 
 def _map_array(path: str, layout: Layout, new: bool = False) -> Array:
     nbytes = max(1, int(np.prod(layout.shape, dtype=object)) * layout.dtype.itemsize)
-    with open_memory(path) as fd:
+    with memory_file.open_memory(path) as fd:
         if new:
             try:
-                reserve(fd, nbytes, f"host_array, {layout.dtype} {layout.shape}")
+                memory_file.reserve(fd, nbytes, f"host_array, {layout.dtype} {layout.shape}")
             except MemoryError as error:
                 raise OutOfMemoryError(error) from None
         memory = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | new * mmap.PROT_WRITE)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ from flashlight_py import _native
 from flashlight_py._native import codes
 from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.backend import Backend, EntryPoints, dropped
-from flashlight_py.distributed.backends import callers, native_errors
+from flashlight_py.distributed.backend import Backend, Callers, EntryPoints, dropped
+from flashlight_py.distributed.backends import native_errors
 from flashlight_py.distributed.calls import arrays as call_arrays
 from flashlight_py.distributed.calls import call_site, journal
 from flashlight_py.distributed.calls.arrays import check_out_rows, native_code, row_bytes
@@ -34,6 +35,7 @@ from flashlight_py.distributed.work import AllOf, Done, Then, Work, wait_timeout
 from flashlight_py.errors import DistributedError, GroupClosedError
 
 _ARRAY = object()
+SITE_BYTES = codes.SITE_BYTES - 1  # without the terminating zero
 
 _LEAST_RUNNING = 8  # minimum number of tracked operations before ended operations are removed
 SLOWER = "small calls take some microseconds longer"
@@ -277,7 +279,7 @@ class NativeBackend(Backend):
         self._sites: dict[call_site.Site, Any] = {}
         self._running: dict[Any, None] = {}  # an ordered set; several threads change it
         self._most_running = _LEAST_RUNNING
-        self.callers = callers.Callers(self.name)
+        self.callers = Callers(self.name)
         self._first: list[Any] = []  # garbage-collected shared arrays, which the next call frees
         self._step: EntryPoints | None = None  # for ``step``; None until its first call
         self._kept: list[Any] = []  # buffers that the library may write until it frees the group
@@ -325,7 +327,7 @@ class NativeBackend(Backend):
         """Set the handle ``group``. If ``at_once``, a call returns only after all ranks made it."""
         self.group = group
         self._do("call_ranks", group, self.ffi.new("int[]", self.numbers))
-        self._do("on_interrupt", group, callers.interrupt_callback(native))
+        self._do("on_interrupt", group, interrupt_callback(native))
         if at_once:
             self._do("compare_at_once", group)
 
@@ -359,10 +361,10 @@ class NativeBackend(Backend):
             if verb == SENDRECV.code:
                 arrays = x, out, out
                 works = [self._wrapped(op, verb, arrays, 0, limit) for op in handle if op]
-                callers.raise_interruption(self.lib, self.ffi.NULL)
+                raise_interruption(self.lib, self.ffi.NULL)
                 AllOf(works).wait()
                 return out
-            callers.raise_interruption(self.lib, self.ffi.cast("fl_op *", handle))
+            raise_interruption(self.lib, self.ffi.cast("fl_op *", handle))
             return self._wrapped(handle, verb, (x, out, made), root, limit).wait()
         except BaseException as error:
             if self.journal is not None:
@@ -435,7 +437,7 @@ class NativeBackend(Backend):
                 self._first += [a for a in dropped if not self.lib.fl_drop_region(group, a)]
             signature, name = signature_of(self.ffi, call, like, code, root)
             if text := call.refusal or name:
-                raw = call_site.text_at_site(text, callers.SITE_BYTES)
+                raw = call_site.text_at_site(text, SITE_BYTES)
                 site = self.ffi.new("fl_site *", {"text": raw})
             else:
                 asks = self.asks_for_sites and call.blocking and call.peer < 0
@@ -446,7 +448,7 @@ class NativeBackend(Backend):
             addresses = source, target, call.peer
             options = seconds, self.lib.FL_AHEAD if call.is_ahead else not call.blocking, site
             handle = self.lib.fl_run(group, signature, *addresses, *options)
-            callers.raise_interruption(self.lib, handle)
+            raise_interruption(self.lib, handle)
         finally:
             self.callers.threads.discard(thread)
         if handle == self.ffi.NULL:
@@ -477,7 +479,7 @@ class NativeBackend(Backend):
     def _call_site(self, depth: int = 3) -> Any:
         line = call_site.caller(depth)
         if (site := self._sites.get(line)) is None:
-            text = call_site.site_of(line).encode()[-callers.SITE_BYTES :]
+            text = call_site.site_of(line).encode()[-SITE_BYTES:]
             site = self._sites[line] = self.ffi.new("fl_site *", {"text": text})
         return site
 
@@ -629,3 +631,38 @@ def _store_number(call: Call, number: int | None) -> None:
 def _digest(table: Array) -> int:
     """Return a positive number of 31 bits that is equal on ranks with the same ``table``."""
     return 1 + zlib.crc32(table.tobytes()) % (2**31 - 1)
+
+
+# By thread id: the exception that a signal handler raised during a wait in the library.
+_exceptions: dict[int, BaseException] = {}
+
+
+def raise_interruption(lib: Any, handle: Any) -> None:
+    """If a signal handler raised an exception during the wait for ``handle``, raise it here."""
+    if _exceptions and (raised := _exceptions.pop(threading.get_ident(), None)) is not None:
+        lib.fl_op_free(handle)
+        raise raised
+
+
+def _store_exception(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
+    _exceptions[threading.get_ident()] = error
+
+
+def call_site_callback(native: ModuleType) -> Any:
+    """Return the C callback that reports the current line of user code to native code."""
+
+    @native.ffi.def_extern(name="fl_where", onerror=_store_exception)  # type: ignore[untyped-decorator]
+    def write_site(site: Any) -> None:
+        site.text = call_site.call_site().encode()[-SITE_BYTES:]
+
+    return native.lib.fl_where
+
+
+def interrupt_callback(native: ModuleType) -> Any:
+    """Return the C function by which a waiting native call lets Python run signal handlers."""
+
+    @native.ffi.def_extern(name="fl_interrupted", error=1, onerror=_store_exception)  # type: ignore[untyped-decorator]
+    def interrupted() -> int:
+        return 0  # before this line Python has run the handlers; ``onerror`` stores their exception
+
+    return native.lib.fl_interrupted

@@ -26,9 +26,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flashlight_py.distributed import verbs
-from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backend import Backend, Callers
 from flashlight_py.distributed.backends import links, native_errors, parts
-from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.links import Link, ReceivedFrame
 from flashlight_py.distributed.calls import arrays, journal
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched

@@ -17,11 +17,16 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import BackendStore
-from flashlight_py.distributed.backends.callers import call_site_callback
-from flashlight_py.distributed.backends.native import NativeBackend, NativeWork, freed_by, keeping
+from flashlight_py.distributed.backends.native import (
+    NativeBackend,
+    NativeWork,
+    call_site_callback,
+    freed_by,
+    keeping,
+)
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.memory import memory_file
-from flashlight_py.distributed.memory.memory_room import LITTLE, ordinary_empty, reserve
+from flashlight_py.distributed.memory.memory_file import LITTLE, ordinary_empty, reserve
 from flashlight_py.distributed.rendezvous.store import Store, Subgroup
 from flashlight_py.errors import BackendUnavailableError, OutOfMemoryError
 

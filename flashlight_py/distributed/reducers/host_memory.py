@@ -19,8 +19,7 @@ from flashlight_py.distributed.backend import BackendStore
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import combine_natively, combined
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.memory.memory_file import map_together, open_memory
-from flashlight_py.distributed.memory.memory_room import require_memory, reserve
+from flashlight_py.distributed.memory import memory_file
 from flashlight_py.distributed.memory.topology import exchange_process_info
 from flashlight_py.distributed.verbs import BARRIER
 
@@ -71,7 +70,7 @@ def map_zeros(group: ProcessGroup, nbytes: int, purpose: str, unwritten: int = 0
     """
     nbytes = max(nbytes, 1)
     if group.size == 1:
-        require_memory(nbytes + unwritten, purpose)
+        memory_file.require_memory(nbytes + unwritten, purpose)
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # the kernel may lack large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -81,17 +80,17 @@ def map_zeros(group: ProcessGroup, nbytes: int, purpose: str, unwritten: int = 0
 
     def map_path(path: str, create: bool) -> Array:
         try:
-            with open_memory(path) as fd:
+            with memory_file.open_memory(path) as fd:
                 if create:
-                    require_memory(nbytes + unwritten, purpose)
+                    memory_file.require_memory(nbytes + unwritten, purpose)
                 if create and store.named:
                     # Otherwise a write beyond the file system's limit would kill the process.
-                    reserve(fd, nbytes, purpose)
+                    memory_file.reserve(fd, nbytes, purpose)
                 elif create:
                     os.ftruncate(fd, nbytes)
                 return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
         except OSError as error:
             raise OSError(error.errno, f"{purpose}, {nbytes:,} bytes: {error}") from error
 
-    mapped: Array = map_together(store, map_path, store.named)
+    mapped: Array = memory_file.map_together(store, map_path, store.named)
     return mapped

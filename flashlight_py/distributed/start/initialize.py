@@ -1,4 +1,4 @@
-"""``distributed_init`` as a list of ``STEPS``, and ``distributed_shutdown``."""
+"""``distributed_init`` as a list of ``STEPS``, its choice of a store, ``distributed_shutdown``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlight_py import _native, blas, errors
+from flashlight_py import _native, blas, errors, system
 from flashlight_py.cores import affinity, fair_share
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.calls.call import SHUTDOWN, Call
@@ -21,17 +21,16 @@ from flashlight_py.distributed.constants import DistributedInit
 from flashlight_py.distributed.failures import abort, flight_record
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.memory import topology
-from flashlight_py.distributed.rendezvous.secret import derived_key, nonce
-from flashlight_py.distributed.rendezvous.store import (
-    Peer,
-    Store,
-    host_identity,
-    shared_process_error,
-    this_process,
-)
+from flashlight_py.distributed.rendezvous import environment
+from flashlight_py.distributed.rendezvous import store as rendezvous
+from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment
+from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
+from flashlight_py.distributed.rendezvous.secret import derived_key, nonce, private_folder
+from flashlight_py.distributed.rendezvous.store import Peer, Store
+from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start.joining import connect, joiner
 from flashlight_py.distributed.start.settings import Settings, read_init_method
-from flashlight_py.distributed.start.store_choice import StoreFactory, choose_store
 from flashlight_py.distributed.start.world import (
     World,
     current_world,
@@ -39,6 +38,7 @@ from flashlight_py.distributed.start.world import (
     set_world,
 )
 from flashlight_py.distributed.verbs import BARRIER
+from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import own_addresses
 
 _log = logging.getLogger("flashlight_py")
@@ -240,10 +240,10 @@ def exchange_facts(new: NewWorld) -> None:
     Raises RendezvousError if ranks are threads of one process.
     """
     store = new.store
-    host = host_identity()
+    host = rendezvous.host_identity()
     bits = sum(1 << core for core in affinity())
     job = flight_record.new_job() if store.rank == 0 else ""
-    own_facts = [host, job, f"{bits:x}", nonce().hex(), this_process(), own_addresses()]
+    own_facts = [host, job, f"{bits:x}", nonce().hex(), rendezvous.this_process(), own_addresses()]
     texts = store.exchange(json.dumps(own_facts).encode())
     # The key also depends on the secret, which an eavesdropper on the exchange does not know.
     new.settings = replace(new.settings, job_key=texts.derived(derived_key, store.secret))
@@ -333,10 +333,120 @@ class Facts(NamedTuple):
         hosts, bits, host_addresses = zip(*rows, strict=True)
         shared = topology.shared_addresses(zip(hosts, host_addresses, strict=True))
         peers = (Peer(*json.loads(text)[4]) for text in texts)
-        twins = shared_process_error(peers) if len(set(hashes)) < len(hashes) else ""
+        twins = rendezvous.shared_process_error(peers) if len(set(hashes)) < len(hashes) else ""
         facts = hosts, ranks_by_host, bits, host_addresses, shared, twins
         return cls(*facts, json.loads(texts[0])[1])
 
 
 def _core_numbers(bits: str) -> set[int]:
     return {number for number, bit in enumerate(f"{int(bits, 16):b}"[::-1]) if bit == "1"}
+
+
+_MPI_LAUNCHERS = ("openmpi", "pmi", "mvapich")
+
+StoreFactory = Callable[[], Store]
+
+
+def choose_store(
+    method: DistributedInit | None, rank: int, size: int, settings: Settings
+) -> StoreFactory | None:
+    """Return a function that creates the store, or None for a world of one process."""
+    host, port, file = settings.master_addr, settings.master_port, settings.file_path
+    is_passed = (rank, size) != (-1, -1)
+    if host is not None and method not in (None, DistributedInit.ENV):
+        raise ValueError(
+            "distributed_init: with MASTER_ADDR and MASTER_PORT, init_method must be "
+            f"DistributedInit.ENV or None, got {method.name}. Omit init_method or them."
+        )
+    if host is not None and file is not None:
+        raise ValueError(
+            f"distributed_init: expected one rendezvous, got port {port} of {host} and FILE_PATH. "
+            "Pass one of the two."
+        )
+    if method is DistributedInit.MPI:
+        return lambda: MpiStore(settings.timeout)
+    if host is not None:
+        call = f"distributed_init('tcp://{host}:{port}', 0, 1)"
+        launch = _check_passed(rank, size, settings, call) if is_passed else _detect()
+        launch = replace(launch, file=None, master_address=host, master_port=port, addresses=())
+    elif method is DistributedInit.FILE_SYSTEM:
+        if file is None:
+            raise ValueError(
+                "distributed_init: DistributedInit.FILE_SYSTEM needs a rendezvous file. Pass "
+                "params={'FILE_PATH': path} with a path that all ranks can access."
+            )
+        launch = _check_passed(rank, size, settings, "distributed_init(FILE_SYSTEM, 0, 1)")
+    elif method is DistributedInit.ENV:
+        launch = _detect()
+        if is_passed and (rank, size) != (launch.rank, launch.size):
+            raise ValueError(
+                f"distributed_init: expected rank {launch.rank} of {launch.size} as in the "
+                f"environment ({launch.source}), got world_rank={rank} and world_size={size}. "
+                "Omit them with DistributedInit.ENV."
+            )
+    else:
+        detected = None if environment.is_alone() else environment.detect()
+        if is_passed or file is not None:
+            raise ValueError(
+                "distributed_init: world_rank, world_size and FILE_PATH need init_method="
+                "DistributedInit.FILE_SYSTEM, got None. Pass this method, or omit them to use the "
+                "environment."
+            )
+        if detected is None:
+            environment.check_no_launcher()
+            return None
+        launch = detected
+        if launch.launcher in _MPI_LAUNCHERS and not launch.file:
+            return lambda: MpiStore(settings.timeout)
+    return None if launch.size == 1 else lambda: _create_store(launch, settings)
+
+
+def _check_passed(rank: int, size: int, settings: Settings, call: str) -> LaunchEnvironment:
+    """Check ``rank`` and ``size``. ``call`` is the text of the user's call, for errors."""
+    for name, value in (("world_rank", rank), ("world_size", size)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"distributed_init: {name} must be an integer, got {value!r}")
+    rendezvous.check_member(rank, size, settings.timeout)
+    if size == 1:
+        environment.check_size_one(call)
+    return LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
+
+
+def _detect() -> LaunchEnvironment:
+    launch = environment.detect()
+    if launch is None:
+        environment.check_schedulers()
+        raise RendezvousError(
+            "distributed_init: expected a launcher, got no launcher variables. Start "
+            "the ranks by flrun, srun, mpirun or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR "
+            "and MASTER_PORT."
+        )
+    return launch
+
+
+def _create_store(launch: LaunchEnvironment, settings: Settings) -> Store:
+    rank, size, timeout = launch.rank, launch.size, settings.timeout
+    file = settings.file_path or launch.file
+    host, port = launch.master_address, launch.master_port
+    if file is None and port is not None and port == environment.agent_port():
+        if launch.local_size == size:
+            file = str(private_folder(system.environ) / f"torchrun-{port}")
+        else:
+            port = environment.derived_port(port, 1)  # part 0 could return ``port`` itself
+    store: FileStore | TcpStore
+    if file is not None:
+        store = FileStore(file, rank, size, timeout)
+    elif host is not None and port is not None:
+        one_host = launch.local_size == size
+        store = TcpStore(host, port, rank, size, timeout, one_host, launch.addresses)
+    elif launch.launcher in _MPI_LAUNCHERS:
+        return MpiStore(timeout)
+    else:
+        raise RendezvousError(
+            f"distributed_init: rank {rank} of {size} ({launch.source}): expected a rendezvous in "
+            "the environment, got no address. Set MASTER_ADDR and MASTER_PORT, pass "
+            "params={'FILE_PATH': path} with a path that all ranks can access, or use "
+            "DistributedInit.MPI under an MPI launcher."
+        )
+    store.local_rank = launch.local_rank
+    return store

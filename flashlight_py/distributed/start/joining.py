@@ -41,7 +41,7 @@ def joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
     """Return functions that create backends with ``settings``. ``rule`` selects each rank's GPU."""
 
     def join_gpus(cpu: Backend) -> Backend:
-        from flashlight_py.distributed.backends.nccl.joining import connect_gpus
+        from flashlight_py.distributed.backends.nccl.backend import connect_gpus
 
         return connect_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
 
@@ -64,9 +64,9 @@ def connect(store: Store, settings: Settings) -> Choice:
     def join_cpus() -> Backend:  # compares calls; MPI moves the arrays
         return _by_cpu(store, replace(settings, backend="auto", checks=True)).backend
 
-    mpi_joining = import_module("flashlight_py.distributed.backends.mpi.joining")
+    mpi_backend = import_module("flashlight_py.distributed.backends.mpi.backend")
     options = settings.timeout, settings.checks, settings.mpi_cuda_aware
-    backend = mpi_joining.connect_mpi(store, join_cpus, *options)
+    backend = mpi_backend.connect_mpi(store, join_cpus, *options)
     return Choice(backend, f"BACKEND is mpi; calls are compared over {backend.control.path}")
 
 

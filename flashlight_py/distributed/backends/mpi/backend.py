@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import fcntl
 import inspect
+import json
 import math
 import os
 import stat
@@ -23,31 +24,26 @@ import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashlight_py import errors
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.callers import Callers
+from flashlight_py.distributed.backend import Backend, Callers
 from flashlight_py.distributed.backends.mpi.verb_steps import Steps, VerbSteps, on_device, settle
 from flashlight_py.distributed.calls.arrays import check_out_rows
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import UNUSABLE, did_not_join, process_list
+from flashlight_py.distributed.rendezvous.mpi_store import load_mpi
+from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import BARRIER, SCATTER, SEND
 from flashlight_py.distributed.work import Done, Then, Work, wait_for, wait_timeout_error
-from flashlight_py.errors import (
-    CollectiveTimeoutError,
-    DistributedError,
-    GroupClosedError,
-    MismatchError,
-    PeerLostError,
-)
 
 # Seconds between checks for lost ranks while a rank waits for MPI.
 _CHECK_SECONDS = 0.05
@@ -103,13 +99,16 @@ class Operation(Work):
                 error = failure
         self._value, self.error, self.is_settled, self.ended = value, error, error is None, True
 
-    def cause(self) -> DistributedError | None:
+    def cause(self) -> errors.DistributedError | None:
         """Wait for the comparison. Return its error if another rank is the cause, else None."""
         try:
             if self.comparison is not None:
                 self.comparison.wait(_COMPARISON_SECONDS)
-        except DistributedError as error:  # only the two classes below blame another rank
-            if isinstance(error, PeerLostError | CollectiveTimeoutError) and not error.goes_on:
+        except errors.DistributedError as error:  # only the two classes below blame another rank
+            if (
+                isinstance(error, errors.PeerLostError | errors.CollectiveTimeoutError)
+                and not error.goes_on
+            ):
                 return error
         return None
 
@@ -226,7 +225,7 @@ class MpiBackend(Backend):
         """Begin ``call``. MPI runs it after all ranks have agreed on it."""
         with self.progress.lock:  # all ranks begin operations in the order of the comparisons
             if self._unusable:
-                raise GroupClosedError(f"[{call.name}] {self.rank_text}: {self._unusable}")
+                raise errors.GroupClosedError(f"[{call.name}] {self.rank_text}: {self._unusable}")
             seconds = self.timeout if call.seconds is None else call.seconds
             operation = Operation(self, call.name, seconds)
             operation.steps = self._steps(operation, call)
@@ -242,7 +241,9 @@ class MpiBackend(Backend):
                     self._unreported = [op for op in begun if not (op.ended and op.is_settled)]
                     self.advance()
             except BaseException as error:
-                if not isinstance(error, DistributedError):  # notify the other ranks, which wait
+                if not isinstance(
+                    error, errors.DistributedError
+                ):  # notify the other ranks, which wait
                     self.interrupt(operation, error)
                 raise
         if not call.blocking and not operation.ended:
@@ -282,13 +283,13 @@ class MpiBackend(Backend):
             next(operation.steps)
         except StopIteration as end:
             operation.end(end.value)
-        except DistributedError as error:
-            if isinstance(error, MismatchError) and error.group_lives:
+        except errors.DistributedError as error:
+            if isinstance(error, errors.MismatchError) and error.group_lives:
                 operation.end(error=error)
             else:
                 self._break(operation, error)
         except self.progress.mpi.Exception as error:
-            failure = DistributedError(f"{operation.where}: MPI failed: {error}")
+            failure = errors.DistributedError(f"{operation.where}: MPI failed: {error}")
             failure.__cause__ = error
             self._break(operation, failure, f"MPI failed: {error}")
         except BaseException as error:
@@ -315,20 +316,22 @@ class MpiBackend(Backend):
             who += " joined and did not finish"
             limit = f"{operation.seconds:g} seconds"
             text = did_not_join(operation.where, who, limit, "MPI moves the arrays", "")
-            self._break(operation, CollectiveTimeoutError(text))
+            self._break(operation, errors.CollectiveTimeoutError(text))
 
     def interrupt(self, operation: Operation, error: BaseException) -> None:
         """End the group after an exception such as Ctrl-C in a wait. All operations fail."""
         with self.progress.lock:
             if not operation.ended:
                 reason = f"{type(error).__name__} in {operation.name}"
-                closed = GroupClosedError(f"{operation.where}: a signal ended a wait: {reason}")
+                closed = errors.GroupClosedError(
+                    f"{operation.where}: a signal ended a wait: {reason}"
+                )
                 self._break(operation, closed, reason)
 
-    def _lost(self, name: str, reason: str) -> PeerLostError:
+    def _lost(self, name: str, reason: str) -> errors.PeerLostError:
         """Return the error that other ranks raise because they lose this rank, for ``reason``."""
         processes = process_list([self.rank], self.control.processes)
-        return PeerLostError(
+        return errors.PeerLostError(
             f"[{name}] {self.rank_text}: lost rank {self.rank} ({reason}){processes}. Read the "
             f"output of that rank. {UNUSABLE}"
         )
@@ -336,20 +339,26 @@ class MpiBackend(Backend):
     def _break(self, operation: Operation, error: BaseException, reason: str = "") -> None:
         """End all operations because of ``error``; ``reason`` is set if this rank is the cause."""
         cause = error
-        if isinstance(error, GroupClosedError) and not reason:  # look for the underlying error
+        if (
+            isinstance(error, errors.GroupClosedError) and not reason
+        ):  # look for the underlying error
             causes = (other.cause() for other in (*self._queue, *self._messages))
             cause = next(filter(None, causes), error)
         if cause is error:
             operation.end(error=error)
-        reported = cause if isinstance(cause, DistributedError) and not reason else None
+        reported = cause if isinstance(cause, errors.DistributedError) and not reason else None
         self.control.abort(reported or self._lost(operation.name, reason))
-        for_all = cause if isinstance(cause, PeerLostError | CollectiveTimeoutError) else None
+        for_all = (
+            cause
+            if isinstance(cause, errors.PeerLostError | errors.CollectiveTimeoutError)
+            else None
+        )
         self._end_all(f"this group failed earlier: {cause}", for_all)
 
-    def _end_all(self, reason: str, error: DistributedError | None = None) -> None:
+    def _end_all(self, reason: str, error: errors.DistributedError | None = None) -> None:
         """End all operations with ``error``, or else with a GroupClosedError for ``reason``."""
         self._unusable = text = reason
-        kind: type[DistributedError] = GroupClosedError
+        kind: type[errors.DistributedError] = errors.GroupClosedError
         if error is not None:
             kind, text = type(error), str(error).partition(f"{self.rank_text}: ")[2] or str(error)
         for operation in (*self._queue, *self._messages):
@@ -547,7 +556,7 @@ class Progress:
         alone = self._pending() == 1  # without other operations, sleep during the comparison
         left = None if end is None else max(0.0, end - time.monotonic())
         if operation.comparison is not None and not operation.ended:
-            with contextlib.suppress(DistributedError):  # the next step raises the error
+            with contextlib.suppress(errors.DistributedError):  # the next step raises the error
                 operation.comparison.wait(left if alone else _NO_TIME)  # shows that a caller waits
         with self._turn:
             self._waiting += 1
@@ -615,3 +624,70 @@ class Progress:
 
 
 progress_of = cache(Progress)  # MPI exists once per process
+
+
+class MpiCard(NamedTuple):
+    """A rank's report: its rank in MPI's world, and its settings."""
+
+    world_rank: int = -1
+    world_size: int = 0
+    gpu_aware: bool = False
+    problem: str = ""
+
+
+def connect_mpi(
+    store: Store, join_cpus: Callable[[], Backend], seconds: float, checked: bool, gpu_aware: bool
+) -> MpiBackend:
+    """Connect the ranks of ``store`` by their MPI library. Collective, blocking.
+
+    ``join_cpus()`` returns a backend of the same ranks that compares their calls. For the other
+    arguments, see ``MpiBackend``. ``checked`` must be equal on all ranks.
+
+    Raises UnavailableEverywhereError on every rank if a rank lacks mpi4py or a library, MPI did not
+    start the processes together, or settings differ.
+    """
+    mpi: Any = None
+    try:
+        mpi = load_mpi()
+        world = mpi.COMM_WORLD
+        card = MpiCard(world.Get_rank(), world.Get_size(), gpu_aware)
+    except errors.DistributedError as error:
+        card = MpiCard(problem=str(error))
+    cards = [MpiCard(*json.loads(text)) for text in store.exchange(json.dumps(card).encode())]
+    _check_cards(cards)
+    control = join_cpus()
+    try:
+        # All members are running, because each of them has just sent a card.
+        members = mpi.COMM_WORLD.Get_group().Incl([other.world_rank for other in cards])
+        comm = mpi.COMM_WORLD.Create_group(members)
+        members.Free()
+        comm.Set_errhandler(mpi.ERRORS_RETURN)
+    except BaseException:
+        control.close()
+        raise
+    progress = progress_of(mpi, mpi.Query_thread() == mpi.THREAD_MULTIPLE)
+    import mpi4py
+
+    line = mpi.Get_library_version().splitlines()[0].split(",")[0]
+    library = " ".join(line.replace("Version:", "").split())
+    threads = "any thread" if progress.threaded else "one thread: async verbs advance in waits only"
+    path = f"MPI ({library}; mpi4py {mpi4py.__version__}; {threads})"
+    return MpiBackend(progress, comm, control, path, seconds, checked, gpu_aware)
+
+
+def _check_cards(cards: Sequence[MpiCard]) -> None:
+    """Raise, on every rank alike, if these processes cannot form an MPI group."""
+    for rank, card in enumerate(cards):
+        if card.problem:
+            raise errors.UnavailableEverywhereError(f"rank {rank}: {card.problem}")
+    world_ranks = [card.world_rank for card in cards]
+    if len(set(world_ranks)) < len(world_ranks) or len({card.world_size for card in cards}) > 1:
+        raise errors.UnavailableEverywhereError(
+            f"BACKEND is mpi: expected {len(cards)} ranks of one MPI job, got the MPI ranks "
+            f"{', '.join(f'{c.world_rank} of {c.world_size}' for c in cards)}. Start all ranks by "
+            "one mpirun (of the MPI that mpi4py has loaded), or omit BACKEND"
+        )
+    if len({card.gpu_aware for card in cards}) > 1:
+        raise errors.UnavailableEverywhereError(
+            "BACKEND is mpi: MPI_CUDA_AWARE differs between ranks. Set one value on all ranks"
+        )

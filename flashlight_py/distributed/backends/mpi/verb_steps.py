@@ -18,13 +18,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.calls.arrays import (
-    ENCODED_PART,
-    as_bytes,
-    decode_part,
-    row_bytes,
-    scale_in_place,
-)
+from flashlight_py.distributed.calls import arrays as call_arrays
+from flashlight_py.distributed.calls.arrays import as_bytes
 from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.calls.combining import RESULTS, combined, split_rows
 from flashlight_py.distributed.constants import ReduceOp
@@ -115,7 +110,7 @@ class VerbSteps:
                 begins.append(partial(self._comm.Ireduce, *buffers, operation, root))
         yield from self._until(begins)
         if is_filled:
-            scale_in_place(array, call.scale)
+            call_arrays.scale_in_place(array, call.scale)
         return array
 
     _all_reduce = _reduce
@@ -158,7 +153,7 @@ class VerbSteps:
 
     def _gather(self, call: Call, rows: list[int]) -> Steps:
         array, result, target = call.array, None, None
-        counts = [count * row_bytes(array) for count in rows]
+        counts = [count * call_arrays.row_bytes(array) for count in rows]
         if call.verb.fills(self._rank, call.root):
             result = call.room(sum(rows))
             target = as_bytes(result)
@@ -181,10 +176,14 @@ class VerbSteps:
         own_part, source = as_bytes(part), None if call.array is None else as_bytes(call.array)
         parts = _by_rank(source, [own_part.size] * self._size)
         yield from self.swap(parts, {call.root: own_part})
-        return decode_part(part.view(np.uint8)) if part.dtype == ENCODED_PART else part
+        return (
+            call_arrays.decode_part(part.view(np.uint8))
+            if part.dtype == call_arrays.ENCODED_PART
+            else part
+        )
 
     def _all_to_all(self, call: Call, _: Any) -> Steps:
-        array, row = call.array, row_bytes(call.array)
+        array, row = call.array, call_arrays.row_bytes(call.array)
         sends = receives = [len(array) // self._size] * self._size
         if call.rows is not None:
             sends, counts = list(call.rows), np.empty(self._size, np.int64)

@@ -1,31 +1,38 @@
-"""Collectives on CuPy arrays with NCCL. Most of them do not block the host."""
+"""Collectives on CuPy arrays with NCCL. Most of them do not block the host.
+
+The ranks exchange NCCL's data over the CPU backend. NCCL therefore works with every kind of
+rendezvous, and a missing rank is named before a call would wait for it inside NCCL.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from flashlight_py.device import Array
-from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.nccl import launching, streams
+from flashlight_py import errors
+from flashlight_py.device import Array, cuda
+from flashlight_py.distributed.backend import Backend, exchange_bytes
+from flashlight_py.distributed.backends.nccl import library, streams
 from flashlight_py.distributed.backends.nccl.communicator import (
     FINALIZE_SECONDS,
     LOOK_SECONDS,
     Communicator,
     poll,
 )
-from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begins_at_once, compared
-from flashlight_py.distributed.backends.nccl.launching import BYTES, OPS, Launcher, Step, form_of
-from flashlight_py.distributed.backends.nccl.library import version_text
+from flashlight_py.distributed.backends.nccl.library import BYTES, Step, load_nccl
+from flashlight_py.distributed.backends.nccl.streams import Comparisons, begins_at_once, compared
 from flashlight_py.distributed.calls.arrays import check_out_rows, row_bytes, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import RESULTS, split_rows
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.memory.topology import DeviceRule, gpu_identity
 from flashlight_py.distributed.verbs import REDUCE, SEND
 from flashlight_py.distributed.work import AllOf, Done, Then, Work, wait_timeout_error
 from flashlight_py.structure import thread_state
@@ -34,7 +41,7 @@ _ALONE = contextlib.nullcontext()
 
 
 class NcclBackend(Backend):
-    """Backend for the GPUs of the ranks of ``cpu``, connected by ``communicator``; see joining.py.
+    """Backend for the GPUs of the ranks of ``cpu``, connected by ``communicator``.
 
     ``cpu`` is the group's backend for NumPy arrays. It runs barriers and compares the calls of the
     ranks. ``device`` is the index of a CUDA device.
@@ -45,7 +52,7 @@ class NcclBackend(Backend):
     def __init__(self, cpu: Backend, communicator: Communicator, cupy: Any, device: int) -> None:
         self.rank, self.size, self.device = cpu.rank, cpu.size, device
         nccl = communicator.nccl
-        self.path = f"NCCL {version_text(nccl.version)}, here CUDA device {device}"
+        self.path = f"NCCL {library.version_text(nccl.version)}, here CUDA device {device}"
         if not communicator.child:
             self.path += f"; calls start on a thread of NCCL, 150 us later: {nccl.slow_reason}"
         self.communicator, self._cupy = communicator, cupy
@@ -56,8 +63,8 @@ class NcclBackend(Backend):
             # All calls share this event: a wait uses the event's latest record before the wait.
             self._ready = self._make_event()
             self._flights = streams.Flights(self._make_event() for _ in range(streams.MAX_PENDING))
-        self._launcher = Launcher(nccl, int(self._stream.ptr), int(self._ready.ptr))
-        # Existing connections for messages: (launching.SEND or launching.RECV, peer rank).
+        self._launcher = library.Launcher(nccl, int(self._stream.ptr), int(self._ready.ptr))
+        # Existing connections for messages: (library.SEND or library.RECV, peer rank).
         self._connected: set[tuple[int, int]] = set()
         self._bytes = self._empty((2,), cupy.uint8)
         self._comparisons = Comparisons(cpu, communicator)
@@ -99,7 +106,7 @@ class NcclBackend(Backend):
                 self._comparing.post(call)
             arrays = [call.array for call in calls]
             pairs = list(zip(arrays, arrays, strict=True))
-            return self._reduce_pairs(calls[0], launching.ALL_REDUCE, pairs, arrays)
+            return self._reduce_pairs(calls[0], library.ALL_REDUCE, pairs, arrays)
 
     @property
     def _comparing(self) -> Any:
@@ -120,7 +127,7 @@ class NcclBackend(Backend):
 
     def _all_reduce(self, call: Call) -> Work:
         array = call.array
-        return self._reduce_pairs(call, launching.ALL_REDUCE, [(array, array)], array)
+        return self._reduce_pairs(call, library.ALL_REDUCE, [(array, array)], array)
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Reduce arrays; each rank gets its part. Unequal parts are reduced one after another."""
@@ -128,7 +135,7 @@ class NcclBackend(Backend):
         with self.on_device():
             part = call.room(rows[self.rank])
         if call.rows is None:
-            return self._reduce_pairs(call, launching.REDUCE_SCATTER, [(array, part)], part)
+            return self._reduce_pairs(call, library.REDUCE_SCATTER, [(array, part)], part)
         terms = split_rows(array, rows)
         part[...] = terms[self.rank]
         terms[self.rank] = part
@@ -142,7 +149,7 @@ class NcclBackend(Backend):
         """Reduce in place on the root. The arrays of the other ranks do not change."""
         array, root = call.array, call.root
         target = array if self.rank == root else self._empty(array.shape, array.dtype)
-        return self._reduce_pairs(call, launching.REDUCE, [(array, target)], array, root)
+        return self._reduce_pairs(call, library.REDUCE, [(array, target)], array, root)
 
     def _combine_gathered(self, call: Call) -> Work:
         """Run a verb that NCCL lacks: each GPU gathers all arrays and combines them itself."""
@@ -159,7 +166,7 @@ class NcclBackend(Backend):
 
     def _broadcast(self, call: Call) -> Work:
         array = call.array
-        step = _moving(launching.BROADCAST, call.root, _address(array), array.nbytes)
+        step = _moving(library.BROADCAST, call.root, _address(array), array.nbytes)
         return self._launch(call, [step], [array], array)
 
     def _all_gather(self, call: Call) -> Work:
@@ -176,9 +183,9 @@ class NcclBackend(Backend):
         """Return the steps that gather ``lengths[r]`` bytes from each rank r."""
         source = _address(array)
         if len(set(lengths.values())) == 1:
-            return [(launching.ALL_GATHER, source, _address(joined), array.nbytes, BYTES, 0, 0)]
+            return [(library.ALL_GATHER, source, _address(joined), array.nbytes, BYTES, 0, 0)]
         blocks = _blocks(joined, lengths)
-        return [(launching.BROADCAST, source, at, n, BYTES, 0, root) for root, at, n in blocks]
+        return [(library.BROADCAST, source, at, n, BYTES, 0, root) for root, at, n in blocks]
 
     def _gather(self, call: Call) -> Work:
         rows = self._comparing.compare(call)
@@ -214,7 +221,7 @@ class NcclBackend(Backend):
         All messages, including a message of this rank to itself, are one operation: NCCL before
         2.28 has no function for a gather, scatter or all_to_all.
         """
-        moves: list[Any] = [(launching.SEND, call.array, sent), (launching.RECV, result, received)]
+        moves: list[Any] = [(library.SEND, call.array, sent), (library.RECV, result, received)]
         moves = [move for move in moves if move[1] is not None]
         steps = [
             _moving(kind, *block) for kind, array, sizes in moves for block in _blocks(array, sizes)
@@ -240,7 +247,7 @@ class NcclBackend(Backend):
         arrays = [call.array for call in calls]
         steps = [
             _moving(
-                launching.SEND if call.verb is SEND else launching.RECV,
+                library.SEND if call.verb is SEND else library.RECV,
                 *(call.peer, _address(call.array), call.array.nbytes),
             )
             for call in sorted(calls, key=lambda call: call.tag)
@@ -307,7 +314,7 @@ class NcclBackend(Backend):
                 launcher.wait_for(caller)
             if prepare is not None:
                 steps = prepare()
-            if communicator.child and steps and steps[0][0] >= launching.SEND:
+            if communicator.child and steps and steps[0][0] >= library.SEND:
                 self._connect(verb, steps)
             is_group, packed = together or len(steps) > 1, launcher.steps(steps)
             if by_one_call:
@@ -395,7 +402,7 @@ class NcclBackend(Backend):
     ) -> Work:  # fmt: skip
         """Reduce each pair (source, target); several pairs are one operation."""
         pairs = [pair for pair in pairs if pair[0].size]
-        forms = [form_of(source.dtype, call.op) for source, _ in pairs]
+        forms = [library.form_of(source.dtype, call.op) for source, _ in pairs]
         arrays = list({id(array): array for pair in pairs for array in pair}.values())
         # NCCL can scale the terms of a sum, but no other reduction.
         scale, rest = (call.scale, 1.0) if call.op is ReduceOp.SUM else (1.0, call.scale)
@@ -403,7 +410,7 @@ class NcclBackend(Backend):
         def steps(used: Sequence[tuple[Array, Array]]) -> list[Step]:
             calls = list[Step]()
             for (source, target), form in zip(used, forms, strict=True):
-                rule, count = OPS[call.op], target.size * form.parts
+                rule, count = library.OPS[call.op], target.size * form.parts
                 if scale != 1.0:
                     rule = self.communicator.scaled_sum(call.name, scale, form.dtype, form.code)
                 ends = _address(source), _address(target)
@@ -483,3 +490,114 @@ class StreamWork(Work):
         """Block the host until the collective ends, but raise after ``timeout`` seconds."""
         if not poll(self.is_completed, timeout):
             raise wait_timeout_error(self._backend.communicator.doing(self.flight.verb), timeout)
+
+
+class NcclCard(NamedTuple):
+    """A rank's report: NCCL version and GPU, or a ``problem`` that prevents the use of NCCL.
+
+    ``unique_id`` (hexadecimal) identifies the communicator; only rank 0 sends it. For
+    ``slow_reason`` see ``NcclLibrary``.
+    """
+
+    problem: str = ""
+    version: int = 0
+    gpu: str = ""
+    unique_id: str = ""
+    slow_reason: str = ""
+
+
+def connect_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend) -> NcclBackend:
+    """Connect the ranks of ``cpu``, each on the GPU that ``rule`` selects. Collective, blocking.
+
+    ``timeout`` (seconds) bounds each collective, and ``joining`` each step of the connection.
+    Raises on every rank UnavailableEverywhereError if a rank lacks NCCL, CuPy or a GPU of its own.
+    Raises DistributedError if NCCL fails, or a rank (named) does not join.
+    """
+    tools, card = _tools(rule, first=cpu.rank == 0)
+    unique_id, slow_reason = exchange_cards(cpu, card, joining)
+    assert tools is not None  # otherwise exchange_cards has raised an error
+    nccl, cupy, index = tools
+    nccl = replace(nccl, slow_reason=slow_reason)
+    with cupy.cuda.Device(index):
+        communicator = _communicator(cpu, nccl, unique_id, joining)
+    communicator.timeout = timeout
+    return NcclBackend(cpu, communicator, cupy, index)
+
+
+def _tools(
+    rule: DeviceRule, first: bool
+) -> tuple[tuple[library.NcclLibrary, Any, int] | None, NcclCard]:
+    """Return (tools, card). Tools are NCCL, CuPy and the device index; None after an error."""
+    try:
+        if os.environ.get("NCCL_COMM_BLOCKING", "") == "1":
+            raise errors.BackendUnavailableError(
+                "NCCL_COMM_BLOCKING must be unset, got 1: NCCL would ignore timeouts, and wait "
+                "forever for a rank that does not join. Unset NCCL_COMM_BLOCKING"
+            )
+        nccl = load_nccl()
+        cupy, count = cuda()
+        index = rule.index(count)
+        identity = nccl.unique_id().hex() if first else ""
+    except errors.DistributedError as error:
+        return None, NcclCard(problem=str(error))
+    gpu = gpu_identity(cupy, index)
+    return (nccl, cupy, index), NcclCard("", nccl.version, gpu, identity, nccl.slow_reason)
+
+
+def exchange_cards(cpu: Backend, card: NcclCard, seconds: float | None = None) -> tuple[bytes, str]:
+    """Exchange ``card``; return the communicator's unique id, and why calls are slow, or "".
+
+    Raises on every rank UnavailableEverywhereError if a rank has a problem, NCCL versions differ,
+    or two ranks use one GPU. Raises DistributedError like ``Work.wait``; it names a missing rank.
+    """
+    texts = exchange_bytes(cpu, json.dumps(card).encode(), seconds=seconds)
+    cards = [NcclCard(*json.loads(text)) for text in texts]
+    if problem := _first_problem(cards):
+        raise errors.UnavailableEverywhereError(f"rank {cpu.rank} of {cpu.size}: {problem}")
+    slow = next((f"rank {n}: {c.slow_reason}" for n, c in enumerate(cards) if c.slow_reason), "")
+    return bytes.fromhex(cards[0].unique_id), slow
+
+
+def _first_problem(cards: Sequence[NcclCard]) -> str:
+    problems = [f"rank {rank}: {card.problem}" for rank, card in enumerate(cards) if card.problem]
+    if problems:
+        others = "" if len(problems) == 1 else f" ({len(problems)} ranks have a problem)"
+        return f"CuPy arrays cannot be sent between these ranks. {problems[0]}{others}"
+    if len({card.version for card in cards}) > 1:
+        versions = ", ".join(
+            f"{rank}: {library.version_text(c.version)}" for rank, c in enumerate(cards)
+        )
+        return f"the ranks have different NCCL versions ({versions}). Install the same everywhere"
+    owners: dict[str, int] = {}
+    for rank, card in enumerate(cards):
+        owner = owners.setdefault(card.gpu, rank)
+        if card.gpu and owner != rank:
+            return (
+                f"ranks {owner} and {rank} are on the same GPU, but NCCL needs one GPU per rank. "
+                "Start one rank per GPU. For tests, set a different NCCL_HOSTID for each rank (or "
+                "NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30 or newer)"
+            )
+    return ""
+
+
+def _communicator(
+    cpu: Backend, nccl: library.NcclLibrary, unique_id: bytes, joining: float
+) -> Communicator:
+    """Create the communicator on every rank, or raise on every rank. Collective, blocking."""
+    try:
+        communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining)
+    except errors.DistributedError as error:
+        exchange_bytes(cpu, str(error).encode(), seconds=joining)
+        raise
+    try:
+        answers = exchange_bytes(cpu, b"", seconds=joining)
+        failed = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(answers) if text]
+        if failed:
+            raise errors.DistributedError(
+                f"rank {cpu.rank} of {cpu.size}: NCCL connected this rank, but not all ranks: "
+                f"{failed[0]}"
+            )
+    except errors.DistributedError:
+        communicator.close()
+        raise
+    return communicator
