@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous.store import Roster, Store, this_process
-from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.stores import TcpStore
 from flashlight_py.distributed.rendezvous.tree import FAN, TreeRecord, entry, identity
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings

@@ -27,7 +27,7 @@ from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_bucket
 from flashlight_py.distributed.rendezvous import store as rendezvous
 from flashlight_py.distributed.rendezvous.secret import REMEDY as SECRET_REMEDY
 from flashlight_py.distributed.rendezvous.secret import Secret
-from flashlight_py.distributed.rendezvous.tcp_store import is_local
+from flashlight_py.distributed.rendezvous.stores import is_local
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import MOST_SECONDS, Settings, requested_interface
 from flashlight_py.distributed.start.world import current_world, group_or_world

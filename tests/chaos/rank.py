@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-import flashlight_py.distributed.rendezvous.tcp_store
+import flashlight_py.distributed.rendezvous.stores
 from tests.chaos.verbs import VERBS
 from tests.distributed.rendezvous_worker import report
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flashlight_py.distributed.memory.topology import address_inside
-from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.rendezvous.stores import FileStore
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from tests.chaos import wire
 from tests.chaos.rounds import all_end_well, start_together

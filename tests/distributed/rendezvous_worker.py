@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashlight_py.distributed.rendezvous import tree
-from flashlight_py.distributed.rendezvous.file_store import FileStore
-from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.stores import FileStore, TcpStore
 from flashlight_py.distributed.rendezvous.tree import TreeNode, TreeStore
 from flashlight_py.errors import RendezvousError
 

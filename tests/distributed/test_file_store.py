@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from flashlight_py.distributed.rendezvous import file_store, wire
-from flashlight_py.distributed.rendezvous.file_store import VERSION, FileStore
+from flashlight_py.distributed.rendezvous import stores, wire
+from flashlight_py.distributed.rendezvous.stores import VERSION, FileStore
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import own_addresses
 from tests.distributed.rendezvous_helpers import Ranks, all_closed, ranks_at
@@ -123,7 +123,7 @@ def test_rank_0_listens_outside_if_a_rank_is_on_another_host(
         return resolve(host, port)
 
     monkeypatch.setattr(wire, "resolved", from_another_host)
-    monkeypatch.setattr(file_store, "own_addresses", lambda: [outside])
+    monkeypatch.setattr(stores, "own_addresses", lambda: [outside])
     got: list[list[bytes]] = []
 
     def take_part(rank: int) -> None:

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from flashlight_py.distributed.rendezvous import mpi_store
+from flashlight_py.distributed.rendezvous import stores
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from flashlight_py.interfaces import own_addresses
@@ -26,7 +26,7 @@ pytest.importorskip("mpi4py")
 
 IMPORTS = """
 import sys
-from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
+from flashlight_py.distributed.rendezvous.stores import MpiStore
 from flashlight_py.errors import RendezvousError
 """
 BEGINNING = """
@@ -140,9 +140,9 @@ except RendezvousError as error:
 
 def test_mpi_store_does_not_use_the_loopback_between_hosts() -> None:
     script = """
-from flashlight_py.distributed.rendezvous import mpi_store
+from flashlight_py.distributed.rendezvous import stores
 store.close()
-mpi_store.host_identity = lambda: str(store.rank)
+stores.host_identity = lambda: str(store.rank)
 store = MpiStore(20.0)
 ends = [here for here, _ in store.ends.values()] if store.exchange(b"") else []
 say("127.0.0.1" in str(ends))
@@ -154,11 +154,11 @@ store.close()
 
 def test_mpi_store_accepts_a_world_of_its_mpi() -> None:
     declared = LaunchEnvironment("pmi", 0, 4)
-    mpi_store.check_world(declared, 4)
-    mpi_store.check_world(None, 1)
-    mpi_store.check_world(LaunchEnvironment("pmi", 0, 1), 1)
+    stores.check_world(declared, 4)
+    stores.check_world(None, 1)
+    stores.check_world(LaunchEnvironment("pmi", 0, 1), 1)
     with pytest.raises(RendezvousError, match="MPI has 1 rank"):
-        mpi_store.check_world(declared, 1)
+        stores.check_world(declared, 1)
 
 
 @pytest.mark.parametrize("error", [ImportError("No module"), RuntimeError("cannot load MPI")])
@@ -172,7 +172,7 @@ def test_load_mpi_error_names_packages(monkeypatch: pytest.MonkeyPatch, error: E
     monkeypatch.setitem(sys.modules, "mpi4py", package)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     with pytest.raises(BackendUnavailableError, match=r"pip install 'flashlight-py\[mpi\]'"):
-        mpi_store.load_mpi()
+        stores.load_mpi()
 
 
 # Jobs with errors ---------------------------------------------------------------------------------

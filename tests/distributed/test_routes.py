@@ -15,7 +15,7 @@ import pytest
 
 from flashlight_py import interfaces
 from flashlight_py.distributed.memory.topology import Card, choose_addresses
-from flashlight_py.distributed.rendezvous import tcp_store, wire
+from flashlight_py.distributed.rendezvous import stores, wire
 from flashlight_py.distributed.rendezvous.store import Peer, shared_process_error
 from flashlight_py.distributed.rendezvous.wire import Attempts
 from flashlight_py.distributed.start.settings import Settings
@@ -238,16 +238,16 @@ def test_create_listeners_chooses_addresses_by_host_name(
     host: str, meant: str, one_host: bool, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At all addresses for a name, since other hosts may resolve it to any of them."""
-    monkeypatch.setattr(tcp_store, "resolved", lambda *_: [(meant, 0)])
+    monkeypatch.setattr(stores, "resolved", lambda *_: [(meant, 0)])
     with contextlib.ExitStack() as stack:
-        created = tcp_store.create_listeners(host, 0, 5, one_host)
+        created = stores.create_listeners(host, 0, 5, one_host)
         listeners = [stack.enter_context(listener) for listener in created]
         assert {listener.getsockname()[0] for listener in listeners} == {at}
         if at == "::":  # of both versions
             socket.create_connection(("127.0.0.1", listeners[0].getsockname()[1])).close()
-    monkeypatch.setattr(tcp_store, "resolved", lambda *_: [("192.0.2.77", 29511)])
+    monkeypatch.setattr(stores, "resolved", lambda *_: [("192.0.2.77", 29511)])
     with pytest.raises(OSError, match="MASTER_ADDR is not an address of this host"):
-        tcp_store.create_listeners("a-name", 29511, 5, one_host=False)
+        stores.create_listeners("a-name", 29511, 5, one_host=False)
 
 
 # Two ranks in one process -----------------------------------------------------------------------

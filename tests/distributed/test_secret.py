@@ -14,7 +14,7 @@ import pytest
 from flashlight_py.distributed.backends.portable import PortableBackend
 from flashlight_py.distributed.rendezvous import secret
 from flashlight_py.distributed.rendezvous.secret import Secret, nonce
-from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.stores import TcpStore
 from flashlight_py.distributed.rendezvous.wire import _VERSION, Greeting, Handshake, socket_user
 from flashlight_py.errors import PeerLostError, RendezvousError
 from tests.distributed.rendezvous_helpers import Ranks, all_closed

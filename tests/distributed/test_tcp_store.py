@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.stores import TcpStore
 from flashlight_py.distributed.rendezvous.wire import _VERSION
 from flashlight_py.errors import RendezvousError
 from tests.distributed.rendezvous_helpers import Ranks, all_closed, ranks_at

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from flashlight_py.distributed.rendezvous import store
-from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.store import Waiting
-from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.stores import FileStore, TcpStore
 from flashlight_py.errors import RendezvousError
 from tests.distributed.conformance import slow
 from tests.distributed.jobs import free_port

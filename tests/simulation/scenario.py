@@ -30,7 +30,7 @@ from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.memory import memory_file, topology
 from flashlight_py.distributed.rendezvous.secret import derived_key, nonce
 from flashlight_py.distributed.rendezvous.store import Roster, Store, this_process
-from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.stores import TcpStore
 from flashlight_py.distributed.start import initialize, joining
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.distributed.work import Work

@@ -12,7 +12,7 @@ from subprocess import Popen
 import pytest
 
 from flashlight_py import system
-from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.stores import TcpStore
 from tests.simulation.faults import trial
 from tests.simulation.grouping import Grouping
 from tests.simulation.launching import Launch, lose

@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 from cupy.cuda import nccl
 
-from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.rendezvous.stores import FileStore
 from harness.gpu import nccl_files, share_gpus
 from harness.role import Call, RankSetup
 from harness.roles.cuda import CudaRole

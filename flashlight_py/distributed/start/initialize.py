@@ -24,11 +24,9 @@ from flashlight_py.distributed.memory import topology
 from flashlight_py.distributed.rendezvous import environment
 from flashlight_py.distributed.rendezvous import store as rendezvous
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment
-from flashlight_py.distributed.rendezvous.file_store import FileStore
-from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
 from flashlight_py.distributed.rendezvous.secret import derived_key, nonce, private_folder
 from flashlight_py.distributed.rendezvous.store import Peer, Store
-from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.stores import FileStore, MpiStore, TcpStore
 from flashlight_py.distributed.start.joining import connect, joiner
 from flashlight_py.distributed.start.settings import Settings, read_init_method
 from flashlight_py.distributed.start.world import (

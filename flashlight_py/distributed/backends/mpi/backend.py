@@ -40,8 +40,8 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import UNUSABLE, did_not_join, process_list
-from flashlight_py.distributed.rendezvous.mpi_store import load_mpi
 from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.stores import load_mpi
 from flashlight_py.distributed.verbs import BARRIER, SCATTER, SEND
 from flashlight_py.distributed.work import Done, Then, Work, wait_for, wait_timeout_error
 
