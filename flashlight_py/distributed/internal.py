@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 from flashlight_py._native.codes import DTYPES
 from flashlight_py.checks import as_integer, check_integer
 from flashlight_py.distributed import verbs
+from flashlight_py.distributed.api import memory as host_memory
 from flashlight_py.distributed.api.verb_call import COLLECTIVE, in_step, reason_of, reject_together
 from flashlight_py.distributed.backend import Backend, exchange_bytes
 from flashlight_py.distributed.calls import arrays as call_arrays
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.call import COMPOSED, PASS_FAILED, Call, Matched
-from flashlight_py.distributed.calls.call_site import caller, hide_folder
 from flashlight_py.distributed.calls.checks import bounds, check_rank
+from flashlight_py.distributed.calls.journal import caller, hide_folder
 from flashlight_py.distributed.constants import LinearOp, ReduceOp
 from flashlight_py.distributed.failures import abort, flight_record
 from flashlight_py.distributed.failures.flight_record import dump, read_fields
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.membership import Membership, members_of, world_fast
 from flashlight_py.distributed.memory import memory_file
-from flashlight_py.distributed.reducers import host_memory
 from flashlight_py.distributed.reducers.hook import CommunicationHook, check_hook
 from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_buckets, reduce_all
 from flashlight_py.distributed.rendezvous import store as rendezvous

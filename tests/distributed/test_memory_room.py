@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.api.memory import hosts_of, map_zeros
 from flashlight_py.distributed.backend import BackendStore
 from flashlight_py.distributed.memory import memory_file
 from flashlight_py.distributed.memory.memory_file import MemoryFile, needs_names, open_memory
-from flashlight_py.distributed.reducers.host_memory import hosts_of, map_zeros
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import DistributedError
 from tests.distributed.conformance import on_ranks, raises, slow

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.reducers.host_memory import hosts_of
+from flashlight_py.distributed.api.memory import hosts_of
 from flashlight_py.optim import optimizer as clipping
 from flashlight_py.parallel import fully_sharded, shard_memory
 from tests.distributed.conformance import hosts_by_letter, on_ranks, ranks_in

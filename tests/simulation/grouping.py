@@ -25,7 +25,7 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.groups.membership import Joiner, Membership
 from flashlight_py.distributed.rendezvous.store import Store, Subgroup
-from flashlight_py.distributed.start import joining
+from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import Done, Work
@@ -115,7 +115,7 @@ class Grouping(Start):
         settings = Settings(timeout=timeout)
 
         def join(store: Store) -> Backend:
-            return joining.connect(store, settings).backend
+            return initialize.connect(store, settings).backend
 
         joiner = Joiner(join, lambda cpu: cpu, lambda seconds: joiner)
         groups.new_group(self.members_of[rank], group=Membership(_World(rank, size), None, joiner))

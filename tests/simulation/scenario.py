@@ -31,7 +31,7 @@ from flashlight_py.distributed.memory import memory_file, topology
 from flashlight_py.distributed.rendezvous.secret import derived_key, nonce
 from flashlight_py.distributed.rendezvous.store import Roster, Store, this_process
 from flashlight_py.distributed.rendezvous.stores import TcpStore
-from flashlight_py.distributed.start import initialize, joining
+from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import RendezvousError
@@ -112,10 +112,10 @@ def native_stood_in_for() -> Iterator[None]:
     group = SimpleNamespace(size=0, close=lambda: None)
     joined = lambda *_, **__: group  # noqa: E731
     stand_ins: dict[tuple[Any, str], Any] = {
-        (joining, "ShmBackend"): _JoinedByMemory,
-        (joining, "GlooBackend"): _JoinedByNetwork,
-        (joining, "GlooPart"): lambda _, store, __: Joined(store.rank, store.size),
-        (joining, "HierarchicalBackend"): lambda rank, hosts, inside, between, flat, *_: Joined(
+        (initialize, "ShmBackend"): _JoinedByMemory,
+        (initialize, "GlooBackend"): _JoinedByNetwork,
+        (initialize, "GlooPart"): lambda _, store, __: Joined(store.rank, store.size),
+        (initialize, "HierarchicalBackend"): lambda rank, hosts, inside, between, flat, *_: Joined(
             rank, flat.size
         ),
         (initialize, "ProcessGroup"): joined,

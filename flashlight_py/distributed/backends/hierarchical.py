@@ -32,8 +32,8 @@ from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.calls import combining
 from flashlight_py.distributed.calls.arrays import as_bytes, check_out_rows, row_bytes
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
-from flashlight_py.distributed.calls.call_site import called_at, caller
 from flashlight_py.distributed.calls.combining import factors, split_rows
+from flashlight_py.distributed.calls.journal import called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort, agreement
 from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, between_hosts

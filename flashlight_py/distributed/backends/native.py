@@ -19,15 +19,14 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py._native import codes
-from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.backend import Backend, Callers, EntryPoints, dropped
 from flashlight_py.distributed.backends import native_errors
 from flashlight_py.distributed.calls import arrays as call_arrays
-from flashlight_py.distributed.calls import call_site, journal
+from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.arrays import check_out_rows, native_code, row_bytes
 from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Matched
-from flashlight_py.distributed.calls.journal import NATIVE, OBJECTS, SENDRECV, Journal, Ring, forked
+from flashlight_py.distributed.calls.journal import NATIVE, Journal, Ring, forked, hidden_files
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER, VERBS, Verb
@@ -70,8 +69,8 @@ def signature_of(ffi: Any, call: Call, like: Array | None, code: int, root: int)
             name = f"{SHUTDOWN}{native_errors.NAMED}"
     else:
         holds, shape = call.holds, like.shape
-        kind = native_code(like.dtype) if holds is None or call.verb.reduces else MOVED
-        if holds is not None or kind == MOVED:
+        kind = native_code(like.dtype) if holds is None or call.verb.reduces else codes.MOVED
+        if holds is not None or kind == codes.MOVED:
             dtype_held, shape = holds or (like.dtype, shape)
             number, text = call_arrays.dtype_digest(dtype_held), call_arrays.dtype_name(dtype_held)
             if len(native_errors.dtype_names) >= _SEEN:
@@ -212,7 +211,7 @@ class NativeWork(Work):
         """Return dtype and shape of one part that the root of a scatter sent."""
         signature = self._signatures()[self._root]
         code = signature.dtype & ~(codes.COMPARED | codes.ON_GPU)
-        if code == MOVED:
+        if code == codes.MOVED:
             return call_arrays.ENCODED_PART, (signature.count,)
         return call_arrays.dtype_of_code(code), tuple(signature.shape[0 : signature.ndim])
 
@@ -276,7 +275,7 @@ class NativeBackend(Backend):
         # Handle of the group in the library; None after close(). It is freed after its last use.
         self.group: Any = None
         abort.watch(self)
-        self._sites: dict[call_site.Site, Any] = {}
+        self._sites: dict[journal.Site, Any] = {}
         self._running: dict[Any, None] = {}  # an ordered set; several threads change it
         self._most_running = _LEAST_RUNNING
         self.callers = Callers(self.name)
@@ -314,7 +313,7 @@ class NativeBackend(Backend):
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_call_site),
             (AllOf, _raise_forked_error, light_work(fast), self._running),
-            *(ring.memory, ring.notes, call_site.hidden_files(), self.callers.threads),
+            *(ring.memory, ring.notes, hidden_files(), self.callers.threads),
             (self._first, dropped),
         )
         return EntryPoints(*functions_of_group)
@@ -358,7 +357,7 @@ class NativeBackend(Backend):
         """Finish a blocking call that native code started; return its result or raise its error."""
         root, number, limit = call  # ``number``: entry in the journal; ``limit``: seconds
         try:
-            if verb == SENDRECV.code:
+            if verb == journal.SENDRECV.code:
                 arrays = x, out, out
                 works = [self._wrapped(op, verb, arrays, 0, limit) for op in handle if op]
                 raise_interruption(self.lib, self.ffi.NULL)
@@ -390,7 +389,7 @@ class NativeBackend(Backend):
         """Return a Work for the operation at address ``handle``. It keeps ``arrays`` alive."""
         x, out, made, *_ = arrays
         result = made
-        if made is None and (NATIVE[verb] in OBJECTS or verb == codes.SCATTER):
+        if made is None and (NATIVE[verb] in journal.OBJECTS or verb == codes.SCATTER):
             result = GATHERED if NATIVE[verb].ragged else SCATTERED
         elif made is not None and verb in (codes.ALL_GATHER, codes.GATHER):
             result = GATHERED
@@ -437,7 +436,7 @@ class NativeBackend(Backend):
                 self._first += [a for a in dropped if not self.lib.fl_drop_region(group, a)]
             signature, name = signature_of(self.ffi, call, like, code, root)
             if text := call.refusal or name:
-                raw = call_site.text_at_site(text, SITE_BYTES)
+                raw = journal.text_at_site(text, SITE_BYTES)
                 site = self.ffi.new("fl_site *", {"text": raw})
             else:
                 asks = self.asks_for_sites and call.blocking and call.peer < 0
@@ -477,9 +476,9 @@ class NativeBackend(Backend):
         return group
 
     def _call_site(self, depth: int = 3) -> Any:
-        line = call_site.caller(depth)
+        line = journal.caller(depth)
         if (site := self._sites.get(line)) is None:
-            text = call_site.site_of(line).encode()[-SITE_BYTES:]
+            text = journal.site_of(line).encode()[-SITE_BYTES:]
             site = self._sites[line] = self.ffi.new("fl_site *", {"text": text})
         return site
 
@@ -653,7 +652,7 @@ def call_site_callback(native: ModuleType) -> Any:
 
     @native.ffi.def_extern(name="fl_where", onerror=_store_exception)  # type: ignore[untyped-decorator]
     def write_site(site: Any) -> None:
-        site.text = call_site.call_site().encode()[-SITE_BYTES:]
+        site.text = journal.call_site().encode()[-SITE_BYTES:]
 
     return native.lib.fl_where
 

@@ -31,7 +31,6 @@ from flashlight_py.distributed.backends import links, native_errors, parts
 from flashlight_py.distributed.backends.links import Link, ReceivedFrame
 from flashlight_py.distributed.calls import arrays, journal
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
-from flashlight_py.distributed.calls.call_site import text_at_site
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort, wording
 from flashlight_py.distributed.rendezvous.secret import derived_key, nonce
@@ -81,7 +80,7 @@ class PortableWork(Work):
         self.deadline = time.monotonic() + self.seconds
         self.order = next(_orders)
         self.where = f"[{call.name}] {group.name}"
-        self.text = text_at_site(str(call), _TEXT_BYTES).decode(errors="replace")
+        self.text = journal.text_at_site(str(call), _TEXT_BYTES).decode(errors="replace")
         self.steps: Generator[None, Sequence[ReceivedFrame], Any] | None = None  # of a collective
         self.pieces = [0]  # number of pieces of the array that were not sent
         self.error: Exception | None = None

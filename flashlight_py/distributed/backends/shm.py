@@ -17,16 +17,9 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import BackendStore
-from flashlight_py.distributed.backends.native import (
-    NativeBackend,
-    NativeWork,
-    call_site_callback,
-    freed_by,
-    keeping,
-)
+from flashlight_py.distributed.backends import native
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.memory import memory_file
-from flashlight_py.distributed.memory.memory_file import LITTLE, ordinary_empty, reserve
 from flashlight_py.distributed.rendezvous.store import Store, Subgroup
 from flashlight_py.errors import BackendUnavailableError, OutOfMemoryError
 
@@ -38,7 +31,7 @@ _RANK_BITS = 12
 _log = logging.getLogger("flashlight_py")
 
 
-class ShmBackend(NativeBackend):
+class ShmBackend(native.NativeBackend):
     """Backend for the ranks of ``store``, all on this host. Creation is collective and blocks.
 
     ``timeout`` (seconds) bounds each wait of an operation. If ``at_once``, no call returns before
@@ -56,8 +49,8 @@ class ShmBackend(NativeBackend):
     steps = ("fl_begin", "fl_ready", "fl_finish", "fl_post", "fl_deliver")
 
     def __init__(self, store: Store, timeout: float, at_once: bool = False) -> None:
-        native = _native.load_extension("shm")
-        super().__init__(native, store, timeout)
+        extension = _native.load_extension("shm")
+        super().__init__(extension, store, timeout)
         self.hosts = [range(self.size)]
         self._named = memory_file.needs_names(store.spaces)
         subgroup = store.memory_subgroup
@@ -65,8 +58,8 @@ class ShmBackend(NativeBackend):
         self.memory = self
         ranks = range(self.size) if self._subgroup is None else self._subgroup.ranks
         self.memory_ranks = self.network_ranks = list(ranks)
-        self._begin(native, memory_file.map_together(store, self._map, self._named), at_once)
-        self._do("on_mismatch", self.group, call_site_callback(native))
+        self._begin(extension, memory_file.map_together(store, self._map, self._named), at_once)
+        self._do("on_mismatch", self.group, native.call_site_callback(extension))
 
     def subgroup(self, ranks: Sequence[int], count: int, first: int) -> Subgroup | None:
         """Return a ``Subgroup`` of ``ranks``; None if its number would exceed 32 bits."""
@@ -98,7 +91,7 @@ class ShmBackend(NativeBackend):
         is_behind = self.ffi.new("int *")
         handle = self.lib.fl_look_back(group, seconds, is_behind)
         if handle != self.ffi.NULL:
-            NativeWork(self, name, handle, (), seconds).wait()
+            native.NativeWork(self, name, handle, (), seconds).wait()
         return not is_behind[0]
 
     def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
@@ -112,11 +105,11 @@ class ShmBackend(NativeBackend):
 
         def add(path: str, create: bool) -> Any:
             group, name = self._open("shared_empty"), path.encode()
-            large = create and stride * self.size >= LITTLE
+            large = create and stride * self.size >= memory_file.LITTLE
             if large:
                 purpose = f"shared_empty, {self.size} arrays of {dtype} {shape}"
                 with memory_file.open_memory(path) as fd:
-                    reserve(fd, stride * self.size, purpose)
+                    memory_file.reserve(fd, stride * self.size, purpose)
             region = self.lib.fl_add_region(group, name, create + large, stride)
             if region == self.ffi.NULL:
                 raise OSError(self.reason())
@@ -128,15 +121,15 @@ class ShmBackend(NativeBackend):
             raise
         except BackendUnavailableError as error:
             _log.warning("shared_empty%s returns ordinary memory: %s", shape, error)
-            make = partial(ordinary_empty, shape, dtype, self.size)
+            make = partial(memory_file.ordinary_empty, shape, dtype, self.size)
             return [memory_file.made_together(store, make)]
         pointer = self.ffi.cast("char *", self.lib.fl_region_array(region))
         # The array may be collected during a wait that holds the lock of the group. The next
         # operation therefore frees the memory.
         owners = (
-            freed_by(self.ffi, pointer, self._first.append),
-            freed_by(self.ffi, region, self.lib.fl_free_region),
+            native.freed_by(self.ffi, pointer, self._first.append),
+            native.freed_by(self.ffi, region, self.lib.fl_free_region),
         )
-        begin = keeping(self.ffi, pointer - self.rank * stride, owners)
+        begin = native.keeping(self.ffi, pointer - self.rank * stride, owners)
         memory = self.ffi.buffer(begin, stride * self.size)
         return [np.ndarray(shape, dtype, memory, rank * stride) for rank in range(self.size)]

@@ -7,8 +7,7 @@ from flashlight_py.distributed.backend import Backend, EntryPoints, dropped
 from flashlight_py.distributed.backends.native import FLAGS, SLOWER, light_work
 from flashlight_py.distributed.calls.arrays import check_out_rows, scale_in_place
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.call_site import hidden_files
-from flashlight_py.distributed.calls.journal import Journal
+from flashlight_py.distributed.calls.journal import Journal, hidden_files
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import SCATTER
 from flashlight_py.distributed.work import AllOf, Done, Work

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashlight_py._native import codes
-from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, array_module, as_packed, bfloat16, is_cupy, is_floating
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.kinds import BFLOAT16_BYTES, copy_to_fill, is_instance, kind_of
@@ -153,7 +152,7 @@ def _advice(verb: str, value: Any) -> str:
 def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
     """Return native code's number for ``dtype``. Raises TypeError if no reduction accepts it."""
     code = native_code(dtype)
-    if code == MOVED or dtype == BFLOAT16_BYTES:
+    if code == codes.MOVED or dtype == BFLOAT16_BYTES:
         name, advice = dtype_name(dtype), f". {_advice(verb, None)}" if dtype.hasobject else ""
         raise TypeError(f"{verb}: dtype {name} is not supported{advice}. Accepted: {ACCEPTED}")
     return code
@@ -162,13 +161,13 @@ def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
 @functools.lru_cache(maxsize=_SEEN)  # NumPy needs 2 us for dtype.name
 def native_code(dtype: np.dtype[Any]) -> int:
     """Return native code's number for ``dtype``, or ``MOVED`` for a dtype without reductions."""
-    return _CODES["bfloat16"] if dtype == BFLOAT16_BYTES else _CODES.get(dtype.name, MOVED)
+    return _CODES["bfloat16"] if dtype == BFLOAT16_BYTES else _CODES.get(dtype.name, codes.MOVED)
 
 
 @functools.lru_cache(maxsize=_SEEN)
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return ``dtype`` as text without byte order. Equal dtypes have equal texts."""
-    if native_code(dtype) != MOVED:
+    if native_code(dtype) != codes.MOVED:
         return "bfloat16" if dtype == BFLOAT16_BYTES else dtype.name
     name = str(dtype if dtype.hasobject else dtype_from_text(dtype_text(dtype)))
     return name if len(name) <= _LONG_NAME else f"{name[:96]}... #{dtype_digest(dtype):x}"

@@ -19,7 +19,6 @@ from flashlight_py.distributed import verbs
 from flashlight_py.distributed.calls.arrays import LOGICAL, UFUNCS, dtype_code, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.verbs import Verb
 
 
 def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array:
@@ -94,7 +93,7 @@ def _part(array: Array, rank: int, size: int, rows: Sequence[int] | None = None)
     return part
 
 
-RESULTS: dict[Verb, Callable[[Sequence[Any], int, Call], Any]] = {
+RESULTS: dict[verbs.Verb, Callable[[Sequence[Any], int, Call], Any]] = {
     verbs.ALL_REDUCE: lambda xs, rank, call: combined(xs, call.op, call.scale),
     verbs.REDUCE: lambda xs, rank, call: combined(xs, call.op, call.scale),
     verbs.SCAN: lambda xs, rank, call: combined(xs[: rank + 1], call.op, call.scale),

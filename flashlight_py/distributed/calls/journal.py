@@ -6,26 +6,126 @@ reserves an entry, too, but its data is a ``Record`` in ``Ring.notes``.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+import sys
 import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from time import monotonic_ns
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
 
 from flashlight_py import system
 from flashlight_py._native import codes
-from flashlight_py._native.codes import DTYPES
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.call_site import Instruction, instruction_of_caller, line_of
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import BARRIER, VERBS, Verb
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import GroupClosedError
+
+PACKAGE = f"{Path(__file__).parents[2]}/"
+# Lines of contextlib.py are skipped, too. Otherwise records would name __exit__ instead of a verb.
+# csrc/fast/binding.c skips the same files.
+_folders = [PACKAGE, contextlib.__file__]
+
+Site = tuple[str, int]
+"""Path and line number of a source file."""
+
+Instruction = tuple[CodeType, int, str]
+"""A line of user code whose number is computed only on demand, because that takes longer than a
+call. Fields: code object, ``f_lasti`` of a frame, name of the called function."""
+
+
+@functools.cache
+def _is_ours(path: str) -> bool:
+    return path.startswith(hidden_files())
+
+
+def hidden_files() -> tuple[str, ...]:
+    """Return the files and folders that contain no user code."""
+    return tuple(_folders)
+
+
+def hide_folder(folder: str) -> None:
+    """Treat a folder or file like this package: ``caller`` skips its lines."""
+    if folder not in _folders:
+        _folders.append(folder)
+        _is_ours.cache_clear()
+
+
+def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
+    """Return the frame of the calling user code, and the code object of the called function.
+
+    The first ``depth`` frames belong to this package, so they are skipped without a check.
+    """
+    frame = sys._getframe(depth)
+    code = ours = frame.f_code
+    while _is_ours(code.co_filename) and (back := frame.f_back) is not None:
+        if code.co_filename != _folders[1]:
+            ours = code
+        frame = back
+        code = frame.f_code
+    return frame, ours
+
+
+# Result of ``caller`` on this thread, if ``called_at`` has set it.
+_pinned: ContextVar[Site | None] = ContextVar("site", default=None)
+
+
+def caller(depth: int = 1) -> Site:
+    """Return the line of user code that called this package. Skip ``depth`` frames."""
+    if (pinned := _pinned.get()) is not None:
+        return pinned
+    frame, _ = frame_of_caller(depth + 1)
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def site_of(site: Site) -> str:
+    """Return ``site`` as "folder/file.py:line". Bytes that are not UTF-8 are escaped."""
+    path, line = site
+    name = "/".join(path.split("/")[-2:])
+    return f"{name.encode(errors='backslashreplace').decode()}:{line}"
+
+
+def instruction_of_caller(depth: int) -> Instruction:
+    """Return the calling line of user code as an ``Instruction``, without its line number."""
+    frame, ours = frame_of_caller(depth + 1)
+    return frame.f_code, frame.f_lasti, ours.co_name
+
+
+def line_of(code: CodeType, instruction: int) -> str:
+    """Return "folder/file.py:12" for the first two fields of an ``Instruction``."""
+    lines = [line for start, end, line in code.co_lines() if start <= instruction < end and line]
+    return site_of((code.co_filename, lines[0] if lines else code.co_firstlineno))
+
+
+def call_site() -> str:
+    return site_of(caller())
+
+
+def text_at_site(text: str, limit: int) -> bytes:
+    """Return ``text`` and the calling line. If they exceed ``limit`` bytes, cut out the middle."""
+    raw = f"{text} at {call_site()}".encode(errors="backslashreplace")
+    half = limit // 2
+    return raw if len(raw) <= limit else raw[: half - 2] + b" ... " + raw[3 + half - limit :]
+
+
+@contextlib.contextmanager
+def called_at(site: Site) -> Iterator[None]:
+    """Make ``caller`` return ``site`` in a ``with`` block of this thread."""
+    token = _pinned.set(site)
+    try:
+        yield
+    finally:
+        _pinned.reset(token)
+
 
 SENDRECV = Verb("sendrecv", codes.SENDRECV, ("tag",), "result")
 # These verbs have the order of their names in ``COMPOSED`` (call.py).
@@ -201,7 +301,7 @@ class Journal(Ring):
             record.ended = monotonic_ns()
         return work if isinstance(work, Done) else Done(value)
 
-    @contextmanager
+    @contextlib.contextmanager
     def recording(
         self, verb: str, root: int | None = None, like: tuple[Any, Any] = (None, None)
     ) -> Iterator[Record]:
@@ -278,7 +378,7 @@ class Journal(Ring):
         ndim, peer = int(row["ndim"]), int(row["peer"])
         dtype, shape = None, None
         if verb is not BARRIER and ndim >= 0:
-            name = DTYPES[row["dtype"]]
+            name = codes.DTYPES[row["dtype"]]
             dtype = name if name == "bfloat16" else np.dtype(name)  # NumPy may lack bfloat16
             shape = tuple(map(int, row["shape"][:ndim])) if ndim <= len(row["shape"]) else None
         op, root = ReduceOp(int(row["op"])) if verb.reduces else None, peer if verb.rooted else None

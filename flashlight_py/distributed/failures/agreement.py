@@ -17,7 +17,7 @@ from flashlight_py import system
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.call_site import text_at_site
+from flashlight_py.distributed.calls.journal import text_at_site
 from flashlight_py.distributed.failures.wording import different_calls
 from flashlight_py.distributed.verbs import ALL_GATHER, GATHER
 from flashlight_py.errors import MismatchError

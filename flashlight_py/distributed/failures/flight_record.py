@@ -24,7 +24,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,6 @@ from typing import Any
 
 from flashlight_py import system
 from flashlight_py.distributed.calls import journal
-from flashlight_py.distributed.calls.call_site import PACKAGE, line_of
 from flashlight_py.distributed.rendezvous.secret import create_private
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 
@@ -83,7 +81,7 @@ def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = No
     path = store_record(flight, text)
     # Some launchers collect the records of all hosts. They read the path of a record from a pipe.
     descriptor, _, inode = system.environ.get(RECORDS, "").partition(":")
-    with suppress(OSError, ValueError):  # the pipe does not exist or is closed
+    with contextlib.suppress(OSError, ValueError):  # the pipe does not exist or is closed
         status = os.fstat(int(descriptor))
         if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) == inode:
             system.write(int(descriptor), f"{flight.rank} {path.absolute()}\n".encode())
@@ -201,8 +199,8 @@ def stands_at() -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         is_installed = not path.startswith(_LIBRARY) or "site-packages" in path
-        if is_installed and not path.startswith((PACKAGE, "<frozen")):
-            return f"{line_of(frame.f_code, frame.f_lasti)} in {frame.f_code.co_name}"
+        if is_installed and not path.startswith((journal.PACKAGE, "<frozen")):
+            return f"{journal.line_of(frame.f_code, frame.f_lasti)} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
 
@@ -233,7 +231,7 @@ class OtherRecords:
         (seconds of the file system), because network file systems may show old files late.
         """
         for path, _, when in self._new_records():
-            with suppress(OSError, ValueError):  # the file was removed, or is no record
+            with contextlib.suppress(OSError, ValueError):  # the file was removed, or is no record
                 if when > after * 1e9:
                     fields = read_fields(path)
                     if fields.get("job") == self._flight.job and fields.get("reason") != ANSWER:
@@ -387,7 +385,7 @@ def _answer_sigusr1(reader: int, writer: int) -> bool:
     if system.IS_LINUX:
         import fcntl
 
-        with suppress(OSError):  # the pipe limit of this user is lower
+        with contextlib.suppress(OSError):  # the pipe limit of this user is lower
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     number = signal.SIGUSR1
     handler = _handler(number)

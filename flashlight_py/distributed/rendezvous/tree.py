@@ -27,7 +27,6 @@ from flashlight_py import system
 from flashlight_py.distributed.rendezvous import store, wire
 from flashlight_py.distributed.rendezvous.gate import SHORT_SECONDS, Gate, MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import REMEDY
-from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer
 from flashlight_py.distributed.rendezvous.wire import Connection, Greeting, Kind
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import family_of, is_loopback, source_address
@@ -57,7 +56,7 @@ def _entries(body: bytes) -> Iterator[tuple[int, int, bytes, bytes]]:
         offset = end
 
 
-def identity(peer: Peer) -> bytes:
+def identity(peer: store.Peer) -> bytes:
     """Return lines that identify the process ``peer``. Errors show only the first line."""
     return f"{peer}\n{peer.machine}\n{peer.started}".encode(errors="replace")
 
@@ -82,7 +81,7 @@ class _Opening:
 class TreeRecord:
     """The tree below rank 0, the process ``peer``. Hosts get positions in the order of requests."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: store.Peer) -> None:
         self.payloads: dict[int, bytes] = {}  # payloads of this round, by rank
         # Whether all ranks were asked for their payloads, and the ranks that have answered since.
         self.is_asked, self.answered = False, set[int]()
@@ -167,7 +166,7 @@ class TreeRecord:
             named.add(ancestor)
         return sorted(named)
 
-    def admit(self, rank: int, peer: Peer) -> None:
+    def admit(self, rank: int, peer: store.Peer) -> None:
         """Record that ``rank``, the process ``peer``, is a child of rank 0."""
         self._parents[rank], self._identities[rank] = 0, identity(peer)
 
@@ -175,7 +174,7 @@ class TreeRecord:
         """Return the position of ``candidate``, the speaker of its host."""
         opening, address = self._root, candidate.address[0]
         room = self._root.room
-        if greeting.lost_parent != ANY_RANK:
+        if greeting.lost_parent != store.ANY_RANK:
             now = system.monotonic()
             last, times = self._returned.get(rank, (-math.inf, 0))
             times = times + 1 if now < last + _SOON else 1

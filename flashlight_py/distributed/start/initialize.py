@@ -1,4 +1,4 @@
-"""``distributed_init`` as a list of ``STEPS``, its choice of a store, ``distributed_shutdown``."""
+"""``distributed_init`` as a list of ``STEPS``, with its choice of a store and of a backend."""
 
 from __future__ import annotations
 
@@ -10,24 +10,30 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlight_py import _native, blas, errors, system
 from flashlight_py.cores import affinity, fair_share
 from flashlight_py.distributed.api.group import ProcessGroup
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.gloo import GlooBackend, GlooPart
+from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
+from flashlight_py.distributed.backends.portable import PortableBackend
+from flashlight_py.distributed.backends.shm import ShmBackend
+from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.calls.call import SHUTDOWN, Call
 from flashlight_py.distributed.constants import DistributedInit
 from flashlight_py.distributed.failures import abort, flight_record
+from flashlight_py.distributed.failures.agreement import between_hosts
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.memory import topology
 from flashlight_py.distributed.rendezvous import environment
 from flashlight_py.distributed.rendezvous import store as rendezvous
-from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment
 from flashlight_py.distributed.rendezvous.secret import derived_key, nonce, private_folder
-from flashlight_py.distributed.rendezvous.store import Peer, Store
+from flashlight_py.distributed.rendezvous.store import Peer, Store, SubStore
 from flashlight_py.distributed.rendezvous.stores import FileStore, MpiStore, TcpStore
-from flashlight_py.distributed.start.joining import connect, joiner
 from flashlight_py.distributed.start.settings import Settings, read_init_method
 from flashlight_py.distributed.start.world import (
     World,
@@ -36,18 +42,15 @@ from flashlight_py.distributed.start.world import (
     set_world,
 )
 from flashlight_py.distributed.verbs import BARRIER
-from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import own_addresses
 
 _log = logging.getLogger("flashlight_py")
 
 
 def distributed_init(
-    init_method: DistributedInit | str | None = None,
-    world_rank: int = -1,
-    world_size: int = -1,
+    init_method: DistributedInit | str | None = None, world_rank: int = -1, world_size: int = -1,
     params: Mapping[str, Any] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Find the other processes and connect to them. Collective; blocks until all processes call it.
 
     If this process has a world already, the call warns and returns. After ``distributed_shutdown``,
@@ -399,7 +402,9 @@ def choose_store(
     return None if launch.size == 1 else lambda: _create_store(launch, settings)
 
 
-def _check_passed(rank: int, size: int, settings: Settings, call: str) -> LaunchEnvironment:
+def _check_passed(
+    rank: int, size: int, settings: Settings, call: str
+) -> environment.LaunchEnvironment:
     """Check ``rank`` and ``size``. ``call`` is the text of the user's call, for errors."""
     for name, value in (("world_rank", rank), ("world_size", size)):
         if not isinstance(value, int) or isinstance(value, bool):
@@ -407,14 +412,14 @@ def _check_passed(rank: int, size: int, settings: Settings, call: str) -> Launch
     rendezvous.check_member(rank, size, settings.timeout)
     if size == 1:
         environment.check_size_one(call)
-    return LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
+    return environment.LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
 
 
-def _detect() -> LaunchEnvironment:
+def _detect() -> environment.LaunchEnvironment:
     launch = environment.detect()
     if launch is None:
         environment.check_schedulers()
-        raise RendezvousError(
+        raise errors.RendezvousError(
             "distributed_init: expected a launcher, got no launcher variables. Start "
             "the ranks by flrun, srun, mpirun or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR "
             "and MASTER_PORT."
@@ -422,7 +427,7 @@ def _detect() -> LaunchEnvironment:
     return launch
 
 
-def _create_store(launch: LaunchEnvironment, settings: Settings) -> Store:
+def _create_store(launch: environment.LaunchEnvironment, settings: Settings) -> Store:
     rank, size, timeout = launch.rank, launch.size, settings.timeout
     file = settings.file_path or launch.file
     host, port = launch.master_address, launch.master_port
@@ -440,7 +445,7 @@ def _create_store(launch: LaunchEnvironment, settings: Settings) -> Store:
     elif launch.launcher in _MPI_LAUNCHERS:
         return MpiStore(timeout)
     else:
-        raise RendezvousError(
+        raise errors.RendezvousError(
             f"distributed_init: rank {rank} of {size} ({launch.source}): expected a rendezvous in "
             "the environment, got no address. Set MASTER_ADDR and MASTER_PORT, pass "
             "params={'FILE_PATH': path} with a path that all ranks can access, or use "
@@ -448,3 +453,154 @@ def _create_store(launch: LaunchEnvironment, settings: Settings) -> Store:
         )
     store.local_rank = launch.local_rank
     return store
+
+
+_SLOW_GLOO = "Gloo is used instead of shared memory and is slower: "
+_SLOW_PORTABLE = "the portable backend in Python is used instead of native code and is slower: "
+_MOST_SIZES = 16  # ``describe`` lists the number of ranks of at most 16 hosts
+
+
+class Choice(NamedTuple):
+    """A backend, and the reason why it was chosen.
+
+    ``problem`` is a warning if the choice is slower than usual, else "".
+    """
+
+    backend: Backend
+    why: str
+    problem: str = ""
+
+
+def joiner(rule: topology.DeviceRule, settings: Settings) -> membership.Joiner:
+    """Return functions that create backends with ``settings``. ``rule`` selects each rank's GPU."""
+
+    def join_gpus(cpu: Backend) -> Backend:
+        from flashlight_py.distributed.backends.nccl.backend import connect_gpus
+
+        return connect_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
+
+    def limited(seconds: float) -> membership.Joiner:
+        return joiner(rule, replace(settings, timeout=seconds, joining=settings.joining_seconds))
+
+    return membership.Joiner(lambda members: connect(members, settings).backend, join_gpus, limited)
+
+
+def connect(store: Store, settings: Settings) -> Choice:
+    """Connect the ranks of ``store``. Collective. All ranks choose the same backend."""
+    if store.size == 1:
+        return Choice(SingleBackend(), "the world is this process alone")
+    if store.subgroup is not None and store.subgroup.is_flat and settings.backend != "mpi":
+        return Choice(_gloo(store, settings), "the backend of the parent group")
+    topology.exchange_process_info(store, settings.checks)
+    if settings.backend != "mpi":
+        return _by_cpu(store, settings)
+
+    def join_cpus() -> Backend:  # compares calls; MPI moves the arrays
+        return _by_cpu(store, replace(settings, backend="auto", checks=True)).backend
+
+    mpi_backend = import_module("flashlight_py.distributed.backends.mpi.backend")
+    options = settings.timeout, settings.checks, settings.mpi_cuda_aware
+    backend = mpi_backend.connect_mpi(store, join_cpus, *options)
+    return Choice(backend, f"BACKEND is mpi; calls are compared over {backend.control.path}")
+
+
+def _by_cpu(store: Store, settings: Settings) -> Choice:
+    if settings.backend == "gloo":
+        return Choice(_gloo(store, settings), "BACKEND is gloo")
+    if settings.backend == "portable":
+        return Choice(PortableBackend(store, *_connecting(store, settings)), "BACKEND is portable")
+    sharing = topology.ranks_by_memory(store)
+    hosts, reason = sharing.groups, sharing.apart
+    if settings.backend == "shm":
+        if len(hosts) > 1:
+            raise errors.UnavailableEverywhereError(
+                "distributed_init: with BACKEND 'shm', all ranks must share memory, got these "
+                f"groups of ranks: {hosts}{reason and f' ({reason})'}. Omit BACKEND to use Gloo "
+                "between the groups."
+            )
+        inside = ShmBackend(store, settings.timeout, settings.compares_at_once)
+        return Choice(inside, "BACKEND is shm")
+    if len(hosts) > 1 and (missing := _missing_gloo(store)):
+        why = f"native code is missing: {missing}"
+        return Choice(
+            PortableBackend(store, *_connecting(store, settings)), why, f"{_SLOW_PORTABLE}{missing}"
+        )
+    if len(hosts) == store.size:
+        why = f"no two ranks share memory{reason and f': {reason}'}"
+        return Choice(_gloo(store, settings), why, reason and f"{_SLOW_GLOO}{reason}")
+    return _by_memory(store, settings, sharing)
+
+
+def _missing_gloo(store: Store) -> str:
+    """Return why a rank of ``store`` cannot use Gloo, or "". Collective."""
+    reason = ""
+    try:
+        _native.load_extension("gloo")
+    except errors.BackendUnavailableError as error:
+        reason = str(error)
+    return store.exchange(reason.encode(errors="backslashreplace")).derived(_first_text)
+
+
+def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> Choice:
+    """Use shared memory inside each host. If it fails on one host, all ranks use only Gloo."""
+    hosts, reason = sharing.groups, sharing.apart
+    host_ranks = hosts[sharing.of[store.rank]]
+    inside: Backend = SingleBackend()
+    problem = ""
+    if len(host_ranks) == 1:  # make the two exchanges of ShmBackend on other hosts
+        store.exchange(b"")
+        store.exchange(b"")
+    else:
+        try:
+            # A call goes to other hosts only after all ranks of this host have made it.
+            at_once = settings.compares_at_once or len(hosts) > 1
+            inside = ShmBackend(SubStore(store, host_ranks), settings.timeout, at_once)
+        except errors.BackendUnavailableError as error:
+            problem = str(error)
+    problems = store.exchange(problem.encode(errors="backslashreplace"))
+    if failed := problems.derived(_first_text):
+        inside.close()
+        why = f"shared memory cannot be used: {failed}"
+        return Choice(_gloo(store, settings), why, f"{_SLOW_GLOO}{failed}")
+    if len(hosts) == 1:
+        return Choice(inside, "all ranks share this host's memory")
+    # ``flat`` connects all ranks, ``between`` one rank per host. In both, ranks compare their calls
+    # before data moves. Otherwise hosts would start a call that ranks of another host do not make.
+    limits = replace(settings, timeout=between_hosts(settings.timeout))
+    flat, between = _gloo(store, limits, lazily=True, at_once=True), None
+    if (local := host_ranks.index(store.rank)) < len(sharing.across):
+        leading = SubStore(store, sharing.across[local])
+        between = _gloo(leading, limits, is_watched=True, at_once=True)
+    elif store.subgroup is None:
+        store.exchange(b"")
+    backend = HierarchicalBackend(
+        store.rank, hosts, inside, between, flat, settings.timeout, settings.checks
+    )
+    sizes = ", ".join(str(len(host)) for host in hosts[:_MOST_SIZES])
+    more = ", ..." if len(hosts) > _MOST_SIZES else ""
+    why = f"{len(hosts)} hosts with {sizes}{more} ranks: shared memory inside, Gloo between"
+    warning = reason and f"{_SLOW_GLOO}{reason}"
+    return Choice(backend, f"{why}{reason and f'; {reason}'}", warning)
+
+
+def _first_text(texts: Sequence[bytes]) -> str:
+    return next((text.decode() for text in texts if text), "")
+
+
+def _gloo(
+    store: Store, settings: Settings, lazily: bool = False, is_watched: bool = False,
+    at_once: bool = False,
+) -> Backend:  # fmt: skip
+    """Create a ``GlooBackend`` for ``store``. A subgroup shares the connections of its parent."""
+    if store.subgroup is not None:
+        return GlooPart(store.subgroup.parent, store, settings.timeout)
+    _native.load_extension("gloo")
+    return GlooBackend(store, *_connecting(store, settings), lazily, is_watched, at_once)
+
+
+def _connecting(store: Store, settings: Settings) -> tuple[str, float, float, bytes, float]:
+    """Return the address of this rank, and the seconds and secrets of ``settings``."""
+    one_host = all(host == store.hosts[0] for host in store.hosts)
+    address = topology.address_inside(settings.interface) if one_host else settings.address
+    seconds = settings.timeout, settings.joining_seconds
+    return address, *seconds, settings.job_key, settings.host_timeout

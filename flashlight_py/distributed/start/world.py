@@ -12,7 +12,7 @@ from flashlight_py.checks import check_integer
 from flashlight_py.device import cuda
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.backends.single import SingleBackend
-from flashlight_py.distributed.calls.call_site import caller
+from flashlight_py.distributed.calls.journal import caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.flight_record import new_job
 from flashlight_py.distributed.groups import membership

@@ -27,7 +27,6 @@ from flashlight_py.distributed.backends.nccl.communicator import (
     poll,
 )
 from flashlight_py.distributed.backends.nccl.library import BYTES, Step, load_nccl
-from flashlight_py.distributed.backends.nccl.streams import Comparisons, begins_at_once, compared
 from flashlight_py.distributed.calls.arrays import check_out_rows, row_bytes, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import RESULTS, split_rows
@@ -67,7 +66,7 @@ class NcclBackend(Backend):
         # Existing connections for messages: (library.SEND or library.RECV, peer rank).
         self._connected: set[tuple[int, int]] = set()
         self._bytes = self._empty((2,), cupy.uint8)
-        self._comparisons = Comparisons(cpu, communicator)
+        self._comparisons = streams.Comparisons(cpu, communicator)
         self._watchdog = streams.NcclWatchdog(cupy.cuda, device, self._flights, self._comparisons)
         communicator.find_missing = self._comparisons.find_missing
         communicator.on_wait = functools.partial(self._watchdog.check, needs_all=True)
@@ -87,7 +86,7 @@ class NcclBackend(Backend):
         if call.verb.is_message:
             return Then(self._exchange([call]), lambda arrays: arrays[0])
         run: Callable[[Call], Work] = getattr(self, f"_{call.verb.name}", self._combine_gathered)
-        if not begins_at_once(call.verb):
+        if not streams.begins_at_once(call.verb):
             self._require(call)
             return run(call)
         with self.communicator.lock:  # NCCL must start calls in the order of their comparison
@@ -241,7 +240,7 @@ class NcclBackend(Backend):
         """Wait until the peers make the matching calls. Then start all messages in one launch."""
         for call in calls:
             self._require(call)
-        self._comparing.run([compared(call, blocking=True) for call in calls])
+        self._comparing.run([streams.compared(call, blocking=True) for call in calls])
         name = calls[0].name if len(calls) == 1 else "exchange"
         # NCCL has no tags. Both ends start messages in the order of their tags.
         arrays = [call.array for call in calls]
