@@ -330,4 +330,4 @@ def map_zeros(group: ProcessGroup, nbytes: int, purpose: str, unwritten: int = 0
         except OSError as error:
             raise OSError(error.errno, f"{purpose}, {nbytes:,} bytes: {error}") from error
 
-    return memory_file.map_together(store, map_path, store.named)  # type: ignore[no-any-return]
+    return memory_file.map_together(store, map_path, store.named)
