@@ -552,6 +552,8 @@ class PortableBackend(Backend):
         else:
             before, detail = self._queue.index(operation), "over TCP"
             missing = [r for r, link in self.links.items() if len(link.calls) <= before]
+            # Otherwise a rank that has called does not receive.
+            missing = missing or [r for r, link in self.links.items() if link.unsent]
             last = self._last_calls(operation, missing)
         if elsewhere := native_errors.calls_in_other_groups(self, missing):
             called = operation.text.rpartition(" at ")[0]
