@@ -229,8 +229,10 @@ class Network:
             entries[key] = [as_real(name, array, "cpu") for array in entry]
             expected, got = [layers[key].output_size] * 4, [array.size for array in entries[key]]
             if got != expected:
-                sizes = f"expected means and variances of h and c, {expected} elements, got {got}"
-                raise ValueError(f"{name}, {layers[key]}: {sizes}")
+                raise ValueError(
+                    f"{name}, {layers[key]}: expected means and variances of h and c, "
+                    f"{expected} elements, got {got}"
+                )
             if invalid := wrong_moments(States._fields, entries[key]):
                 raise ValueError(f"{name}, {layers[key]}: {'; '.join(invalid)}")
         for key, entry in entries.items():

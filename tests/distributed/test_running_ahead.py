@@ -310,7 +310,7 @@ def sync_on_rank_1(rank: int) -> dict[str, str]:
     return {"FLASHLIGHT_CHECKS": "sync"} if rank == 1 else {}
 
 
-@on_ranks(("shm", 3), slow=[("gloo", 3)], env=sync_on_rank_1)
+@on_ranks(("shm", 3), slow=[("gloo", 3)], env=sync_on_rank_1, native=True)
 def test_flashlight_checks_sync_may_be_set_on_one_rank(rank: int, size: int) -> None:
     raised = mismatch_error(lambda: fl.broadcast(np.zeros(3 + (rank > 0)))) != ""
     assert raised == (rank > 0)

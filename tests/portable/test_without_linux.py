@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 COPIED = ("flashlight_py", "tests", "examples", "docs", "README.md", "pyproject.toml")
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "pytest_timeout", "-p", "no:cacheprovider")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # The parent prints the numbers of its ranks or workers, which then wait for its end.
 PARENTS = {

@@ -21,7 +21,6 @@ from flashlight_py.distributed.calls.arrays import as_bytes
 from flashlight_py.distributed.failures.wording import HOST_ADVICE, PEER_ADVICE
 from flashlight_py.distributed.rendezvous.secret import proof
 from flashlight_py.distributed.rendezvous.wire import PROOF_BYTES, Connection
-from flashlight_py.interfaces import family_of
 
 _LOOK_SECONDS = 0.1  # while ranks connect: seconds between checks for ranks that have ended
 _STRANGER_SECONDS = 2.0  # seconds in which a connection must prove that it belongs to a rank
@@ -142,11 +141,6 @@ def take_first(queues: dict[Any, deque[Any]], key: Any) -> Any:
     if not queues[key]:
         del queues[key]
     return first
-
-
-def listen(address: str, backlog: int) -> socket.socket:
-    """Listen at a free port of ``address``. Raises OSError if this host has no such address."""
-    return socket.create_server((address, 0), family=family_of(address), backlog=backlog)
 
 
 def reach(address: tuple[str, int], seconds: float, key: bytes, ends: tuple[int, int]) -> Any:

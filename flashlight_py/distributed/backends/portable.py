@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import selectors
+import socket
 import threading
 import time
 from collections import deque
@@ -43,6 +44,7 @@ from flashlight_py.errors import (
     GroupClosedError,
     MismatchError,
 )
+from flashlight_py.interfaces import family_of
 
 _SLICE_SECONDS = 0.1  # maximum seconds of one wait; signal handlers (Ctrl-C) run between waits
 _LEAVE_SECONDS = 0.5  # maximum seconds to send the last frames before the connections close
@@ -162,7 +164,8 @@ class PortableBackend(Backend):
     ) -> None:
         where, seconds = f"[connect] {self.name}", min(joining, threading.TIMEOUT_MAX)
         try:
-            listener = links.listen(address, self.size)
+            family = family_of(address)
+            listener = socket.create_server((address, 0), family=family, backlog=self.size)
         except OSError as error:
             raise BackendUnavailableError(
                 f"{where}: cannot listen at address {address!r}: {error}. Set params={{'INTERFACE':"

@@ -119,6 +119,15 @@ class VerbSteps:
         """Reduce arrays; return this rank's rows of the result in ``out`` or a new array."""
         array, rows = call.array, call.rows or [len(call.array) // self._size] * self._size
         result, width = call.room(rows[self._rank]), math.prod(array.shape[1:])
+        operation = _operation(self._mpi, array, call.op) if call.rows is None else None
+        if operation is not None and array.nbytes <= LARGEST_BYTES:
+            # Unsigned integers wrap around.
+            kind = f"u{array.itemsize}" if array.dtype.kind == "i" else array.dtype
+            buffers = array.reshape(-1).view(kind), result.reshape(-1).view(kind)
+            begin = partial(self._comm.Ireduce_scatter_block, *buffers, operation)
+            yield from self._until([begin])
+            call_arrays.scale_in_place(result, call.scale)
+            return result
         part = yield from self._combine(call, [count * width for count in rows])
         result[...] = part.reshape(result.shape)
         settle(result)
