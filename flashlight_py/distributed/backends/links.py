@@ -42,7 +42,7 @@ class ReceivedFrame(NamedTuple):
 
 
 class Link:
-    """The connection to another rank, and what this rank knows about that rank."""
+    """The connection to another rank, and the state of the other rank."""
 
     def __init__(self, sock: socket.socket, host_timeout: float) -> None:
         Connection(sock).trust(host_timeout)
@@ -159,7 +159,7 @@ def reach(address: tuple[str, int], seconds: float, key: bytes, ends: tuple[int,
 
 
 def admit(listener: socket.socket, key: bytes, rank: int) -> tuple[int, Any] | None:
-    """Return a rank that connects to ``rank``, and its socket; None if none connects in time."""
+    """Return the next rank that connects to ``rank``, and its socket; None: nothing connects."""
     listener.settimeout(_LOOK_SECONDS)
     try:
         sock = listener.accept()[0]

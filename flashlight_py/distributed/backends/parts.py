@@ -1,6 +1,6 @@
 """The arrays that ranks send each other in a collective, and the result of the received arrays.
 
-A rank sends each other rank only what that rank needs. On these parts, ``RESULTS`` of
+A rank sends every other rank only the necessary part. On these parts, ``RESULTS`` of
 ``calls/combining.py`` defines the result, sometimes by the row of another verb.
 """
 

@@ -49,7 +49,7 @@ from flashlight_py.interfaces import family_of
 _SLICE_SECONDS = 0.1  # maximum seconds of one wait; signal handlers (Ctrl-C) run between waits
 _LEAVE_SECONDS = 0.5  # maximum seconds to send the last frames before the connections close
 _IDLE_SECONDS = 1.0  # seconds without an operation after which the background thread ends
-# Bytes from which an all_reduce sends parts first, and a message sends its data after a receive.
+# From this number of bytes, an all_reduce has two steps and a message waits for its receive.
 _LARGE = 64 << 10
 _TEXT_BYTES = 320  # maximum bytes of a call as text, with its line of code
 _MOST_TAGS = 5  # maximum number of tags that an error lists
@@ -119,7 +119,7 @@ class PortableWork(Work):
 class PortableBackend(Backend):
     """Backend that connects the ranks of ``store`` over TCP. Creation is collective and blocks.
 
-    The arguments and errors are those of ``GlooBackend``.
+    For the arguments and errors see ``GlooBackend``.
     """
 
     kind = DistributedBackend.PORTABLE
@@ -138,7 +138,7 @@ class PortableBackend(Backend):
         self._receives = dict[
             tuple[int, int], deque[PortableWork]
         ]()  # by rank of the sender and tag
-        # Operations that have not ended or whose error was not raised, in the order of their calls
+        # Operations without an end, and failed operations without a raised error, in call order
         self.works = dict[PortableWork, None]()
         self._next_check = 0.0  # time of the next check for late operations
         self._turn = threading.Condition()  # guards all fields
@@ -415,7 +415,7 @@ class PortableBackend(Backend):
                     self._handle(rank, link, frame)
                 if link.is_over:
                     self._selector.unregister(link.sock)
-            # What other ranks sent before another rank ended the group may complete operations.
+            # Frames sent before another rank ended the group may complete operations.
             ready = self._selector.select(0.0) if self._abort is not None else ()
         self._advance()
         if self._abort is not None and self._ended is None:
