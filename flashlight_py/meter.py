@@ -106,6 +106,7 @@ class AverageValueMeter(_Sums[tuple[float, float, float]]):
 
     def __init__(self) -> None:
         super().__init__(4)  # sums of weights and squared weights, mean, squared deviations
+        self.reset()
 
     def add(self, value: SupportsFloat | Array, weight: float = 1.0) -> None:
         """Add a number, or every element of an array of any shape, each with ``weight``.
@@ -244,6 +245,7 @@ class TimeMeter(_Sums[float]):
         self._unit = unit
         super().__init__(2)  # seconds and units
         self._resumed = np.full(1, np.nan)  # time of the last start; NaN while stopped
+        self.reset()
 
     def reset(self) -> None:
         super().reset()

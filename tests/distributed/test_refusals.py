@@ -215,7 +215,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "functional.broadcast: a root": lambda bad: D.broadcast(rows(), bad * 9),
     "InlineReducer: no array": lambda bad: add(fl.InlineReducer(1), [ones(), None][bad]),
     "CoalescingReducer: no array": lambda bad: add(fl.CoalescingReducer(1), [ones(), None][bad]),
-    "gradcheck_over_ranks: a dtype": lambda bad: fl.parallel.gradcheck_over_ranks(
+    "functional.gradcheck_over_ranks: a dtype": lambda bad: fl.parallel.gradcheck_over_ranks(
         lambda v: v, [np.ones(2, ["f8", "f4"][bad])]
     ),
     "BatchNorm: an input": lambda bad: fl.nn.BatchNorm(2, sync=True)(rows(2 + bad)),

@@ -218,6 +218,7 @@ def test_error_about_many_ranks_says_how_many_are_omitted() -> None:
     library = SimpleNamespace(
         fl_op_message=lambda _: native.ffi.new("char[]", b"why"),
         fl_op_missing=missing,
+        fl_op_signatures=lambda _: native.ffi.NULL,
         **{name: getattr(native.lib, name) for name in dir(native.lib) if name.startswith("FL_")},
     )
     backend: Any = SimpleNamespace(
