@@ -86,7 +86,7 @@ class PortableWork(Work):
         self.steps: Generator[None, Sequence[ReceivedFrame], Any] | None = None  # of a collective
         self.pieces = [0]  # number of pieces of the array that were not sent
         self.error: Exception | None = None
-        self.has_ended = self.is_awaited = False
+        self.has_ended = self.is_awaited = self.has_message = False
         self.is_declined = False  # the receiver of this message begins no more receives
         self._value: Any = None
         self._forks = journal.forks
@@ -325,6 +325,7 @@ class PortableBackend(Backend):
         is_same = sent == expected is not None
         needs_data = call.array is not None and not call.compared and bool(call.array.nbytes)
         if is_same and needs_data and rows and not frame.data.size:
+            operation.has_message = True
             self.links[rank].incoming[frame.number] = operation, frame
             self.links[rank].send(FrameKind.GO, frame.number)
             return
@@ -488,7 +489,7 @@ class PortableBackend(Backend):
                     has_left = operation.is_declined or (
                         call.verb is verbs.RECV and all(peer.is_leaving for peer in peers)
                     )
-                    has_left &= operation.is_awaited
+                    has_left &= operation.is_awaited and not operation.has_message
                     is_lost = link in peers and (bool(link.loss) or has_left)
                 if is_lost and self._ended is None:
                     self._lose(operation, rank, link.loss or wording.IS_LEAVING)

@@ -121,11 +121,10 @@ class VerbSteps:
         result, width = call.room(rows[self._rank]), math.prod(array.shape[1:])
         operation = _operation(self._mpi, array, call.op) if call.rows is None else None
         if operation is not None and array.nbytes <= LARGEST_BYTES:
-            # Unsigned integers wrap around.
-            kind = f"u{array.itemsize}" if array.dtype.kind == "i" else array.dtype
+            wraps = array.dtype.kind == "i" and call.op in _ARITHMETIC  # as unsigned integers
+            kind = f"u{array.itemsize}" if wraps else array.dtype
             buffers = array.reshape(-1).view(kind), result.reshape(-1).view(kind)
-            begin = partial(self._comm.Ireduce_scatter_block, *buffers, operation)
-            yield from self._until([begin])
+            yield from self._until([partial(self._comm.Ireduce_scatter_block, *buffers, operation)])
             call_arrays.scale_in_place(result, call.scale)
             return result
         part = yield from self._combine(call, [count * width for count in rows])
