@@ -11,7 +11,7 @@ from flashlight_py._native import codes
 
 
 class DistributedInit(enum.IntEnum):
-    """Methods by which the processes find each other."""
+    """The method of the rendezvous of all processes."""
 
     MPI = 0
     """Start by ``mpirun``: MPI provides rank and size (needs mpi4py)."""

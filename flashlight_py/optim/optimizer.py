@@ -486,7 +486,7 @@ def clip_grad_norm(
 def clip_grad_value(params: Iterable[Variable], clip_value: float) -> None:
     """Limit each element of all gradients to ``-clip_value`` .. ``clip_value``, in place.
 
-    nan is kept. Collective for sharded parameters. The errors are those of :func:`clip_grad_norm`.
+    NaN stays NaN. Collective for sharded parameters. Raises the errors of :func:`clip_grad_norm`.
     """
     grads, sharded = _by_shards(as_param_list(params))
     with _in_step(next(iter(sharded), None), "clip_grad_value"):
