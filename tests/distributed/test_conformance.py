@@ -1,6 +1,5 @@
 """Every backend compared with NumPy: dtypes, layouts, sizes, ops, sync and async."""
 
-import contextlib
 import itertools
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -106,10 +105,6 @@ def test_all_reduce_multiple_sums_mixed_arrays(rank: int, size: int, op: Any, sc
 @on_ranks()
 def test_async_verbs_complete_even_if_their_work_is_dropped(rank: int, size: int) -> None:
     """If the program keeps neither Work nor array, the library still writes to live memory."""
-    for _ in range(100):  # works that failed in earlier tests of this world
-        with contextlib.suppress(fl.errors.MismatchError):
-            fl.sync_distributed()
-            break
     conformance.check_pending_works(rank, size)
     room = np.full((1000, 2), float(rank))
     packed = [np.full(10, float(rank)), np.full((2, 2), float(rank))]

@@ -30,8 +30,10 @@ def errors_are_read(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def read_errors(rank: int, size: int) -> None:
-    with contextlib.suppress(DistributedError):
-        fl.sync_distributed()
+    for _ in range(100):  # each call raises the error of one unfinished call
+        with contextlib.suppress(DistributedError):
+            fl.sync_distributed()
+            break
 
 
 PLACES = "before all gradients", "amid them", "after all gradients"
