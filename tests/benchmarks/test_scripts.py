@@ -114,9 +114,9 @@ CASES = {
         undecided=1,
     ),
     "layers": Case(
-        *("--works conv-1x1 pool-last", [1, 1]),
-        ["- ABSENT torch: not installed", "| average pool, 4 x 4, 512 x 4 x 4 |"],
-        undecided=2,
+        *("--works conv-1x1 pool-last --kinds embedding --seed 5", [1, 1, 1, 1]),
+        ["- ABSENT torch: not installed", "| average pool, 4 x 4, 512 x 4 x 4 |", ", seed 5 |"],
+        undecided=3,
     ),
     "launch": Case(
         "--rounds 1", [3, 3], ["| flrun -n 4 of an empty script | <= 1.5x |"], common=False

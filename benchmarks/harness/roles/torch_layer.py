@@ -1,4 +1,4 @@
-"""A layer of torch.nn, forward and backward, on one thread.
+"""A layer of torch.nn or a function, forward and backward, on one thread.
 
 The option ``layout`` of images is "contiguous" or "channels_last".
 """
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from harness.role import Prepared, RankSetup
-from harness.roles.layer_works import WORKS, fill, input_of, sample, weights_of
+from harness.roles.layer_works import Work, arrays_of, fill, need_gradient, sample, weights_of
 from harness.roles.torch_process import Rank
 
 
@@ -41,31 +41,43 @@ class Lstm(nn.Module):  # type: ignore[misc]
         return self.inner(x)[0]
 
 
+class Functions:
+    """The functions of torch.nn.functional and of torch."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn.functional, name, None) or getattr(torch, name)
+
+
+NAMES = {"nn": nn, "F": Functions(), "Attention": Attention, "Lstm": Lstm}
+
+
 class Torch(Rank):
     """One process."""
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
-        work = WORKS[task["work"]]
-        module = eval(work.torch_layer, {"nn": nn, "Attention": Attention, "Lstm": Lstm})
-        params = list(module.parameters())
+        work = Work(**task["work"])
+        layer = eval(work.torch_layer, dict(NAMES))
+        params = list(layer.parameters()) if isinstance(layer, nn.Module) else []
         fill([param.detach().numpy() for param in params])
-        is_last = len(work.shape) == 4 and task["layout"] == "channels_last"
-        layout = torch.channels_last if is_last else torch.contiguous_format
-        module = module.to(memory_format=layout)
-        x = torch.from_numpy(input_of(work)).contiguous(memory_format=layout)
-        x.requires_grad_(not (work.most or work.is_first))
-        grad = torch.from_numpy(weights_of(module(x).shape)).contiguous(memory_format=layout)
+        last = {"memory_format": torch.channels_last} if task["layout"] == "channels_last" else {}
+        if params:
+            layer = layer.to(**last)
+        inputs = [torch.from_numpy(array).contiguous(**last) for array in arrays_of(work)]
+        for tensor, needs_gradient in zip(inputs, need_gradient(work), strict=True):
+            tensor.requires_grad_(needs_gradient)
+        grad = torch.from_numpy(weights_of(layer(*inputs).shape)).contiguous(**last)
+        leaves = [tensor for tensor in (*inputs, *params) if tensor.requires_grad]
 
         def step() -> Any:
-            for tensor in (x, *params):
+            for tensor in leaves:
                 tensor.grad = None
-            y = module(x)
+            y = layer(*inputs)
             y.backward(grad)
             return y
 
         y = step()
-        grads = [tensor.grad for tensor in (x, *params) if tensor.requires_grad]
-        return Prepared(step, sample(work, [y.detach(), *grads]), clock=time.process_time)
+        results = [y.detach(), *(tensor.grad for tensor in leaves)]
+        return Prepared(step, sample(results), clock=time.process_time)
 
 
 def join(setup: RankSetup) -> Torch:
