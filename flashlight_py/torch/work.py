@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,8 +22,8 @@ from flashlight_py.errors import DistributedError
 
 # Seconds that the thread of Futures waits for one operation before it checks the others.
 _LOOK_SECONDS = 0.005
-# For operations of at most _SMALL_BYTES, the caller waits _MOMENT seconds before it uses a thread.
-_SMALL_BYTES, _MOMENT = 64 << 10, 1e-4
+# The caller polls operations of at most _SMALL_BYTES for _MOMENT seconds, then uses a thread.
+_SMALL_BYTES, _MOMENT = 64 << 10, 1e-3
 _types: dict[type[DistributedError], Any] = {}
 # Before torch 2.7, C++ code that waits for a TensorWork does not keep the object alive.
 _kept: set[TensorWork] | None = set() if torch.__version__ < "2.7" else None
@@ -86,7 +88,9 @@ class TensorWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return self.work.is_completed() and self.ends_within(0)
+        # A native wait without a limit is faster. Another thread may be computing a Then's result.
+        limit = 0 if isinstance(self.work, Then) else None
+        return self.work.is_completed() and self.ends_within(limit)
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
@@ -114,8 +118,10 @@ class TensorWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the tensors, which completes even if no thread waits."""
         if self._future is None:
-            is_small = sum(tensor.nbytes for tensor in self.tensors) <= _SMALL_BYTES
-            has_ended = self.is_completed() or (is_small and self.ends_within(_MOMENT))
+            is_small = sum([tensor.nbytes for tensor in self.tensors]) <= _SMALL_BYTES
+            end = time.monotonic() + is_small * _MOMENT
+            while not (has_ended := self.is_completed()) and time.monotonic() < end:
+                os.sched_yield()  # ranks may share a core
             begun: torch.futures.Future[Any] = torch.futures.Future()
             if has_ended and self.exception() is None:
                 self._future = begun
