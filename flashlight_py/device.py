@@ -95,7 +95,7 @@ def as_packed(array: Array) -> Array:
     flags, dtype = array.flags, array.dtype
     if flags.c_contiguous and dtype.isnative and getattr(flags, "aligned", True):  # for CuPy
         return array
-    return array.astype(dtype.newbyteorder("="), order="C")
+    return array.astype(dtype if dtype.isnative else dtype.newbyteorder("="), order="C")
 
 
 def constant(value: float, like: Array) -> Any:

@@ -25,7 +25,6 @@ namespace {
 
 constexpr size_t LEAST = 32 << 10, LIMIT = 32 << 20, LINE = 64, PAGE = 4096;
 constexpr size_t HUGE_FROM = 4 << 20;  // same limit as in NumPy, in bytes
-constexpr size_t PASSES = 8;           // passes after which an unused block is unmapped
 constexpr size_t MOST_MAPPED = 16384;  // a process may have 65,530 mappings (vm.max_map_count)
 
 // Header before an array's elements. `start`, `room`: address and bytes of the block, or `room` 0: NumPy's.
@@ -46,9 +45,8 @@ std::mutex mutex;
 using Lock = std::unique_lock<std::mutex>;
 
 const PyDataMemAllocator& under() {
-  static const auto* handler =
-      static_cast<PyDataMem_Handler*>(PyCapsule_GetPointer(PyDataMem_DefaultHandler, "mem_handler"));
-  return handler->allocator;
+  static const void* handler = PyCapsule_GetPointer(PyDataMem_DefaultHandler, "mem_handler");
+  return static_cast<const PyDataMem_Handler*>(handler)->allocator;
 }
 
 Header& header_of(void* array) { return static_cast<Header*>(array)[-1]; }
@@ -139,10 +137,10 @@ bool keep_freed() {
   return before != nullptr;
 }
 
-void begin_pass() {
+void begin_pass(size_t passes) {
   if (Lock lock(mutex, std::try_to_lock); lock.owns_lock()) {
     ++pass;
-    while (count > 0 && kept[0].pass + PASSES < pass) give_back(remove(0));
+    while (count > 0 && kept[0].pass + passes < pass) give_back(remove(0));
   }
 }
 

@@ -103,9 +103,10 @@ bool are_whole(const Row& row, PyObject* arrays, const int64_t* sizes) {
   return true;
 }
 
-/* begin_pass(): a backward pass begins on this thread; see memory.cc. */
+/* begin_pass() and give_back(): unmap old or all kept blocks, and keep the blocks that this thread frees. */
+template <size_t passes>
 PyObject* begin_pass_here(PyObject*, PyObject*) {
-  begin_pass();
+  begin_pass(passes);
   if (!keep_freed()) return nullptr;
   Py_RETURN_NONE;
 }
@@ -150,7 +151,8 @@ PyObject* use_blas(PyObject*, PyObject* args) {
 
 PyMethodDef methods[] = {{"find", find, METH_O, nullptr},
                          {"call", call, METH_VARARGS, nullptr},
-                         {"begin_pass", begin_pass_here, METH_NOARGS, nullptr},
+                         {"begin_pass", begin_pass_here<8>, METH_NOARGS, nullptr},
+                         {"give_back", begin_pass_here<0>, METH_NOARGS, nullptr},
                          {"kept_bytes", kept_bytes_now, METH_NOARGS, nullptr},
                          {"use_blas", use_blas, METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};

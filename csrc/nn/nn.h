@@ -32,8 +32,8 @@ extern const Row convolutions[], pools[], norms[], attentions[], elements[];
 
 // Let new NumPy arrays of this thread reuse freed blocks. Return false if an exception is set.
 bool keep_freed();
-// Begin a backward pass: unmap blocks that were not used for several passes.
-void begin_pass();
+// Begin a backward pass: unmap blocks that were not used in the last `passes` passes.
+void begin_pass(size_t passes);
 size_t kept_bytes();
 
 // Addresses of NumPy's BLAS function gemm for float and double. is_long: gemm takes 64-bit integers.

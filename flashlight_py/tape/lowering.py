@@ -170,10 +170,8 @@ class Loops:
 
         A merged loop runs all operations on one strip of elements, then on the next strip.
         """
-        first, second, dimensions = self.operations, new.operations, self.dimensions
-        if dimensions != new.dimensions:
-            dimensions = max(dimensions, new.dimensions, key=len)
-            first, second = self._spread_over(dimensions), new._spread_over(dimensions)
+        dimensions = max(self.dimensions, new.dimensions, key=len)
+        first, second = self._spread_over(dimensions), new._spread_over(dimensions)
         fits = len(dimensions) <= 2 and first and second and not first[-1].sums()
         if not fits or (len(dimensions) > 1 and second[-1].sums()):
             return False
@@ -242,7 +240,7 @@ class _Rules:
         out, inputs = _result_of(note, "casting"), note.args[: ufunc.nin]
         need(ufunc is not np.power or _is_plain_power(inputs, out))
         dtypes = ufunc.resolve_dtypes((*map(_dtype_of, inputs), None))
-        need(not ufunc.signature and all(x.isbuiltin == 1 and not x.hasobject for x in dtypes))
+        need(not ufunc.signature and all(x == np.dtype(x.char) != object for x in dtypes))
         need(dtypes[-1] == out.dtype)
         operands, types = list(map(self._as, inputs, dtypes)), tuple([x.num for x in dtypes])
         if ufunc in _LIMITS and out.dtype.char in "fd" and operands[1].size == 1 < out.size:
@@ -371,7 +369,7 @@ class _Rules:
         need(len(note.made) == 1 and out is None and note.made[0].flags.c_contiguous)
         target = note.made[0]
         kind = np.dtype(np.bool_) if ufunc in (np.logical_and, np.logical_or) else target.dtype
-        need(kind == target.dtype and kind.isbuiltin == 1 == x.dtype.isbuiltin)
+        need(kind == target.dtype == np.dtype(kind.char) and x.dtype == np.dtype(x.dtype.char))
         depends_on_order = kind.kind in "fc" and ufunc is np.add
         need(x.dtype == kind or x.size <= _BUFFERED or not depends_on_order)
         arrays = self._as(x, kind), target

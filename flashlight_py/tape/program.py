@@ -56,16 +56,13 @@ class Builder:
 
     def describe(self, names: tuple[str, ...], state: Any, bindings: list[Any]) -> tuple[Any, ...]:
         """Return the program for csrc/tape/program.cc, or raise CannotCapture."""
-        notes = hoisted(self._memory)
-        # If a replay may stop at a condition, it must not overwrite gradients: they are not lent.
-        lend = all(note.required is None for note in notes)
         memory, grads = self._memory, [*self._kept]
-        notes = self._needed(notes)
+        notes = self._needed(hoisted(memory))
         groups = lowered(notes, memory)
-        calls = [group for group in groups if isinstance(group, Note)]
+        called = {x.piece for call in groups if isinstance(call, Note) for x in call.operands}
         written = {x.piece for note in notes for x in note.written}
-        self._find_homes({x.piece for note in calls for x in note.operands}, written)
-        since = Arena(groups, [x.piece for x in self._returned], grads, lend).since
+        self._find_homes(called, written)
+        since = Arena(groups, [x.piece for x in self._returned], grads).since
         bindings = [(*binding, since.get(id(binding[-1]), -1)) for binding in bindings]
         instructions = [self._emit(group) for group in groups]
         result = self._describe_result(self._result)
@@ -251,16 +248,17 @@ class Arena:
     """Memory for pieces that the step creates. Pieces may use the same memory one after another.
 
     Pieces ``returned`` are in use until the end. ``grads`` are gradients, which have separate
-    arrays. If ``lend``, pieces may use the array of a gradient before the gradient is written.
-    ``since`` maps the id of this array to the index of the first instruction for the gradient.
+    arrays. Pieces may use these arrays after the last condition, at which a replay may stop, until
+    instruction ``since[id(array)]``, the first for the gradient.
     """
 
     def __init__(
-        self, groups: Sequence[Group], returned: Iterable[Piece], grads: Sequence[Piece], lend: bool
+        self, groups: Sequence[Group], returned: Iterable[Piece], grads: Sequence[Piece]
     ) -> None:
         self._instead: dict[Piece, Piece] = {}  # from a piece to the piece whose memory it uses
         self._strips: dict[Piece, int] = {}  # from a piece to the number of its strip
         self._strip_size = 0  # bytes
+        self._last_condition = -1
         uses: dict[Piece, list[int]] = {}  # first and last instruction that use a piece
         used = [*([x.piece for x in group.operands] for group in groups), returned]
         for when, pieces in enumerate(used):
@@ -269,11 +267,12 @@ class Arena:
         self._uses = {piece: span for piece, span in uses.items() if piece.is_placed_freely()}
         self._large = {piece for piece in self._uses if piece.array.nbytes >= _LARGE}
         for when, group in enumerate(groups if self._large else ()):
-            if isinstance(group, Loops) and len(group.operations) > 1:
+            if isinstance(group, Loops):
                 self._share(group, when)
+            elif isinstance(group, Instruction) and group.begin == ("require",):
+                self._last_condition = when
         self.since = {id(piece.home): uses.get(piece, [0])[0] for piece in grads}
-        homes = [piece.home for piece in grads if lend and piece.home.nbytes >= _LARGE]
-        lent = [home for home in homes if home.flags.c_contiguous]
+        lent = [x.home for x in grads if x.home.flags.c_contiguous and x.home.nbytes >= _LARGE]
         self._assign(sorted(lent, key=lambda home: self.since[id(home)]))
 
     def _share(self, group: Loops, when: int) -> None:
@@ -285,8 +284,7 @@ class Arena:
         """
         columns = group.dimensions[-1] if len(group.dimensions) > 1 else 1
         strip_elements = max(1, _STRIP // columns) * columns  # elements per strip
-        first: dict[Piece, int] = {}
-        last: dict[Piece, int] = {}
+        first, last = dict[Piece, int](), dict[Piece, int]()
         partial = set()  # pieces that are used in part, or in another order
         for index, operation in enumerate(group.operations):
             for operand, steps in zip(operation.operands, operation.steps, strict=True):
@@ -296,8 +294,7 @@ class Arena:
                 is_packed = steps == (columns * size, size)[-len(steps) :]
                 if not (is_packed and operand.array.nbytes == piece.high - piece.low):
                     partial.add(piece)
-        free: list[int] = []
-        count = 0
+        free, count = list[int](), 0
         for index, operation in enumerate(group.operations):
             *read, new = pieces = [x.piece for x in operation.operands]
             is_new = new in self._large and first[new] == index and new not in partial
@@ -327,7 +324,8 @@ class Arena:
         rooms: list[list[Part]] = []
         for array in homes:
             end = address_of(array) + array.nbytes - _begin(array)
-            rooms.append([(0, end, self.since[id(array)], _ALWAYS), (end, _ALWAYS, 0, _ALWAYS)])
+            in_use = [(0, self._last_condition), (self.since[id(array)], _ALWAYS)]
+            rooms.append([*((0, end, *span) for span in in_use), (end, _ALWAYS, 0, _ALWAYS)])
         rooms.append([])
         new = len(homes)  # number of the new memory in ``rooms``
         places: dict[Piece, tuple[int, int]] = {}
@@ -339,7 +337,7 @@ class Arena:
             if size >= _LARGE:
                 candidates = ((n, _gap(parts, size, first, last)) for n, parts in enumerate(rooms))
                 number, at = next(pair for pair in candidates if pair[1] < _ALWAYS)
-                insort(rooms[number], (at, at + size, first, last))
+                insort(rooms[number], (at, at + size + _APART, first, last))
             else:  # a slot has room for one small piece
                 slot, number = slots.setdefault(size, []), new
                 at = heappop(slot)[1] if slot and slot[0][0] < first else end
@@ -351,10 +349,9 @@ class Arena:
             places[piece] = new, end + strip * self._strip_size
         size = end + self._strip_size * (1 + max(self._strips.values(), default=-1))
         homes.append(np.zeros(size + _LINE, np.uint8))
-        begins = list(map(_begin, homes))
         for piece in (*places, *self._instead):
             number, at = places[self._placed(piece)]
-            piece.home, piece.at = homes[number], begins[number] + at
+            piece.home, piece.at = homes[number], _begin(homes[number]) + at
 
     def _placed(self, piece: Piece) -> Piece:
         while piece in self._instead:
@@ -403,15 +400,14 @@ def may_raise(note: Note) -> bool:
     function = note.function.args[0] if isinstance(note.function, partial) else note.function
     if function in (np.power, operator.pow):
         return any(array.dtype.kind in "iu" for array in note.made)
-    if function is operator.setitem:
-        return True
     if function in _INDEXING:
         return any(True for _ in arrays_in(note.args[1:]))
-    return getattr(note.function, "__module__", None) == "numpy.linalg"
+    is_linear_algebra = getattr(note.function, "__module__", None) == "numpy.linalg"
+    return is_linear_algebra or function is operator.setitem
 
 
 def hoisted(memory: Memory) -> list[Note]:
-    """Return the notes, with conditions before changes.
+    """Return the notes, with conditions and the notes that they need before changes.
 
     A replay stops if a condition fails, for example for an invalid label. Until then it has changed
     nothing, so the step can run eagerly. A check by ``structure.require_all`` may need values that
@@ -420,22 +416,27 @@ def hoisted(memory: Memory) -> list[Note]:
     """
     notes = memory.recording.notes
     end = max((at for at, note in enumerate(notes, 1) if note.required is not None), default=0)
-    first: list[Note] = []
-    late: list[Note] = []
+    order: list[tuple[bool, Note]] = []  # with True, a note does not depend on changes
     changed: dict[Piece, list[Operand]] = {}
     for note in notes[:end]:
         is_condition = note.required is not None
-        if (is_condition or not (note.effect or note.changed)) and not any(
+        is_free = (is_condition or not (note.effect or note.changed)) and not any(
             x.overlaps(other) for x in note.operands for other in changed.get(x.piece, ())
-        ):
-            first.append(note)
-            continue
-        has_changes = any(x.effect for x in late) or any(not p.is_made for p in changed)
-        is_late = is_condition and has_changes
-        if is_late and note.function is np.all:
-            problem = "a value is checked after a change of state"
-            raise CannotCapture(f"{problem}, so a failed check could not restart the step")
-        late.append(memory.with_operands(replace(note, required=None)) if is_late else note)
-        for operand in note.written:
+        )
+        if is_condition and not is_free and any(not piece.is_made for piece in changed):
+            if note.function is np.all:
+                problem = "a value is checked after a change of state"
+                raise CannotCapture(f"{problem}, so a failed check could not restart the step")
+            note = memory.with_operands(replace(note, required=None))  # noqa: PLW2901
+        order.append((is_free, note))
+        if note.effect and not is_free:
+            changed.setdefault(memory.elsewhere, [])
+        for operand in () if is_free else note.written:
             changed.setdefault(operand.piece, []).append(operand)
-    return [*first, *late, *notes[end:]]
+    first, late, needed = list[Note](), list[Note](), set[Piece]()
+    for is_free, note in reversed(order):
+        writes_needed = not needed.isdisjoint([x.piece for x in note.written])
+        is_first = is_free and (note.required is not None or writes_needed)
+        needed.update([x.piece for x in note.operands] if is_first else ())
+        (first if is_first else late).append(note)
+    return [*reversed(first), *reversed(late), *notes[end:]]

@@ -17,6 +17,7 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.autograd import Variable
+from flashlight_py.autograd.engine import extension
 from flashlight_py.autograd.graph import Leaf
 from flashlight_py.device import is_cupy
 from flashlight_py.structure import changed, count, thread_state
@@ -129,6 +130,8 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         return result
 
     def _record(self, call: _Call, ctrl_c: CtrlC) -> Any:
+        give_back = getattr(extension(), "give_back", lambda: None)
+        give_back()  # from now on, large arrays are not in malloc's heap, which seldom shrinks
         recording = call.recording
         try:
             call.record(ctrl_c)
@@ -147,6 +150,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
                     )
             self._anew = self._anew + 1 if call.is_to_be_continued else 0
             if not recording.left:
+                give_back()
                 program = _tape.Program(call.description(self._forget), *call.stamp)
                 if self.check:
                     self._unchecked += [program] * _CHECKED
@@ -160,6 +164,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             raise
         finally:
             result = call.released()
+            give_back()
         if recording.left and not 0 < self._anew <= _MOST_ANEW:
             self._stay_eager(recording.left)
         return result

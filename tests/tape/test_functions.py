@@ -417,3 +417,23 @@ def test_empty_products_cast_to_another_dtype() -> None:
         return y
 
     compare(lambda: step, [(np.ones((3, 3)), np.ones((0, 3), np.float32))] * 4)
+
+
+def test_batches_of_a_step_share_memory_and_native_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, begin, sizes = list[Any](), program._begin, list[int]()
+    lowered = lambda *args: groups.extend(lowering.lowered(*args)) or groups  # noqa: E731
+    monkeypatch.setattr(program, "lowered", lowered)
+    monkeypatch.setattr(program, "_begin", lambda x: sizes.append(x.nbytes) or begin(x))
+    layers = fl.nn.Conv2D(3, 8, 3, 1, 1), fl.nn.BatchNorm(8), fl.nn.ReLU()
+    ends = fl.nn.Pool2D(32, mode="average"), fl.nn.View((2, -1)), fl.nn.LogSoftmax()
+    model, criterion = fl.nn.Sequential(*layers, *ends), fl.nn.CategoricalCrossEntropy()
+
+    def step(images: Array, labels: Array) -> None:
+        for x, y in zip(images, labels, strict=True):  # each batch checks its labels
+            criterion(model(fl.input(x)), fl.no_grad(y)).backward()
+
+    for count in (1, 8):
+        images = np.random.default_rng(0).random((count, 2, 3, 32, 32), np.float32)
+        fl.capture(step)(images, np.zeros((count, 2), np.int64))
+    assert max(sizes) < 1.2 * sizes[0]
+    assert {x.function for x in groups if isinstance(x, Note)} == {np.take_along_axis}

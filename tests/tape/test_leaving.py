@@ -292,6 +292,21 @@ def test_failed_replay_keeps_gradients(is_late: bool, is_checked: bool) -> None:
     compare(make, calls, raises="Sing", eager=3)
 
 
+def test_failed_check_keeps_gradients() -> None:
+    def make() -> Any:
+        param = fl.param(np.full((64, 64), 0.1))
+
+        def step(x: np.ndarray, index: np.ndarray) -> Any:
+            rows = F.embedding(fl.input(x) @ param, index + (x * 0).sum(0)[:9].astype(int))
+            param.zero_grad()
+            (rows * rows).sum().backward()
+
+        return step, param
+
+    calls = [(np.ones((64, 64)), np.arange(9) + 99 * (number == 3)) for number in range(5)]
+    compare(make, calls, raises="index", eager=2)
+
+
 # Arrays of a GPU ---------------------------------------------------------------------------------
 
 
