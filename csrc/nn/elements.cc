@@ -9,49 +9,26 @@
 
 namespace fl::nn {
 namespace {
-enum { GELU, GELU_BY_TANH, SILU, SIGMOID };
+enum { GELU, GELU_BY_TANH, SILU, SIGMOID, SOFTPLUS, ELU, LEAKY_RELU, RELU };
+enum { VALUE, VALUE_AND_SLOPE, GRADIENT };
 #define FL_KERNELS "csrc/nn/elements.inc"
 #include "../common/each_set.inc"
-
-// Arrays (result, table, indices), sizes (count, width, rows of the table): look up rows of the table.
-template <typename R>
-void take_rows(char* const* arrays, const int64_t* sizes, const double*) {
-  const int64_t* index = reinterpret_cast<const int64_t*>(arrays[2]);
-  const size_t width = size_t(sizes[1]) * sizeof(R);
-  for (int64_t i = 0; i < sizes[0]; ++i) {
-    std::memcpy(arrays[0] + size_t(i) * width, arrays[1] + size_t(index[i]) * width, width);
-  }
-}
-
-// Arrays (result, rows, indices), sizes (count, width, rows of the result): add each row to result[index].
-template <typename R>
-void add_rows(char* const* arrays, const int64_t* sizes, const double*) {
-  const int64_t count = sizes[0], width = sizes[1];
-  R* to = reinterpret_cast<R*>(arrays[0]);
-  const R* from = reinterpret_cast<const R*>(arrays[1]);
-  const int64_t* index = reinterpret_cast<const int64_t*>(arrays[2]);
-  std::memset(to, 0, size_t(sizes[2] * width) * sizeof(R));
-  for (int64_t i = 0; i < count; ++i, from += width) {
-    R* row = to + index[i] * width;
-    for (int64_t k = 0; k < width; ++k) row[k] += from[k];
-  }
-}
-
 }  // namespace
 
-const Row elements[] = {{take_rows<float>, "take_rows:f", "01 21 I0", false},
-                        {take_rows<double>, "take_rows:d", "01 21 I0", false},
-                        {add_rows<float>, "add_rows:f", "21 01 I0", false},
-                        {add_rows<double>, "add_rows:d", "21 01 I0", false},
+#define FL_MAPPED(name, function)                                     \
+  FL_BOTH(name, "0 0", false, elementwise, , function, VALUE),        \
+      FL_BOTH(name "_with_slope", "0 0 0", false, elementwise, , function, VALUE_AND_SLOPE)
+const Row elements[] = {FL_BOTH("take_rows", "01 21 I0", false, take_rows),
+                        FL_BOTH("add_rows", "21 01 I0", false, add_rows),
                         FL_BOTH("dropout", "0 0 I", false, dropout),
-                        FL_BOTH("gelu", "0 0", false, elementwise, , GELU, false),
-                        FL_BOTH("gelu_with_slope", "0 0 0", false, elementwise, , GELU, true),
-                        FL_BOTH("gelu_by_tanh", "0 0", false, elementwise, , GELU_BY_TANH, false),
-                        FL_BOTH("gelu_by_tanh_with_slope", "0 0 0", false, elementwise, , GELU_BY_TANH, true),
-                        FL_BOTH("silu", "0 0", false, elementwise, , SILU, false),
-                        FL_BOTH("silu_with_slope", "0 0 0", false, elementwise, , SILU, true),
-                        FL_BOTH("sigmoid", "0 0", false, elementwise, , SIGMOID, false),
-                        FL_BOTH("sigmoid_with_slope", "0 0 0", false, elementwise, , SIGMOID, true),
+                        FL_MAPPED("gelu", GELU),
+                        FL_MAPPED("gelu_by_tanh", GELU_BY_TANH),
+                        FL_MAPPED("silu", SILU),
+                        FL_MAPPED("sigmoid", SIGMOID),
+                        FL_MAPPED("softplus", SOFTPLUS),
+                        FL_MAPPED("elu", ELU),
+                        FL_MAPPED("leaky_relu", LEAKY_RELU),
+                        FL_BOTH("relu_back", "0 0 0", false, elementwise, , RELU, GRADIENT),
                         FL_BOTH("softmax", "01 01", false, softmax, , false),
                         FL_BOTH("softmax_back", "01 01 01", false, softmax_back, , false),
                         FL_BOTH("log_softmax", "01 01", false, softmax, , true),

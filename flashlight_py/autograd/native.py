@@ -82,36 +82,35 @@ def is_channels_last(x: Array) -> bool:
 
 
 def apply_elementwise(
-    name: str, x: Array, *seed: Array, numbers: tuple[float, ...] = (), results: int = 1,
+    name: str, x: Array, *others: Array, numbers: tuple[float, ...] = (), results: int = 1,
     is_last: bool | None = None,
 ) -> Any:  # fmt: skip
     """Return the results of the elementwise kernel ``name``, or None if there is no kernel.
 
     If ``is_last``, arguments and results of the kernel store channels last. The default is
-    ``is_channels_last(x)``.
+    ``is_channels_last(x)``. ``others`` have the shape of ``x``, or are the seed of a dropout.
     """
     native = kernel(name, x)
     if native is None:
         return None
     is_last = is_channels_last(x) if is_last is None else is_last
-    x = as_packed(channels_last(x) if is_last else x)
-    out = native(((x.shape, x.dtype),) * results, (x.size,), numbers, x, *seed)
+    arrays = [as_packed(channels_last(a) if is_last and a.ndim > 1 else a) for a in (x, *others)]
+    out = native(((arrays[0].shape, x.dtype),) * results, (x.size,), numbers, *arrays)
     if not is_last:
         return out
     return channels_second(out) if results == 1 else tuple(map(channels_second, out))
 
 
-def record_mapped(name: str, x: Variable) -> Variable | None:
+def record_mapped(x: Variable, name: str, *numbers: float) -> Variable | None:
     """Return the recorded result of kernel ``name``, or None if there is no kernel.
 
     If ``x`` needs a gradient, the kernel ``<name>_with_slope`` also returns the derivative.
     """
-    if not x.calc_grad or this_thread.is_outline:
-        out = apply_elementwise(name, x.data)
-        return None if out is None else record_all(out, ((x, lambda grad: grad),))
-    results = apply_elementwise(f"{name}_with_slope", x.data, results=2)
-    if results is None:
-        return None
+    with_slope = x.calc_grad and not this_thread.is_outline
+    of_kernel = f"{name}_with_slope" if with_slope else name
+    results = apply_elementwise(of_kernel, x.data, numbers=numbers, results=1 + with_slope)
+    if results is None or not with_slope:
+        return None if results is None else record_all(results, ((x, lambda grad: grad),))
     out, slope = results
 
     def vjp(grad: Array) -> Any:

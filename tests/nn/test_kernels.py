@@ -48,6 +48,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "gelu_by_tanh": (lambda x: F.gelu(x, True), (ROWS * 3,)),
     "silu_last": (F.silu, (LAST,)),
     "sigmoid": (F.sigmoid, (ROWS * 9,)),
+    "relu": (F.relu, (RANDOM.standard_normal((2, 90, 99)),)),
+    "relu_last": (F.relu, (np.tile(LAST.transpose(0, 2, 3, 1), 9).transpose(0, 3, 1, 2),)),
+    "elu_last": (lambda x: F.elu(x, 0.7), (LAST - 4,)),
+    "leaky_relu": (lambda x: F.leaky_relu(x, 1.5), (ROWS,)),
+    "softplus": (lambda x: F.softplus(x, 1.5), (ROWS * 9,)),
     **{
         f"attention_{kind}_{causal}_{ratio}": (attention(mask, causal, ratio), HEADS)
         for kind, mask in (("plain", None), ("may", MAY), ("added", ADDED))
@@ -109,7 +114,7 @@ def test_kernels_accept_unaligned_and_swapped_arrays(name: str, layout: str) -> 
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
-@for_each("name", ["batch_norm", "batch_norm_last", "group_norm_last", "silu_last"])
+@for_each("name", ["batch_norm", "batch_norm_last", "group_norm_last", "silu_last", "relu_last"])
 def test_results_and_gradients_keep_the_memory_layout(name: str) -> None:
     result, gradient = results_of(name, lambda x: x.astype("float32"))[:2]
     strides = FUNCTIONS[name][1][0].astype("float32").strides

@@ -105,24 +105,23 @@ def pow(a: Operand, b: Operand) -> Variable:
 
 def maximum(a: Operand, b: Operand) -> Variable:
     """Return the elementwise maximum. If two elements are equal, each gets half of the gradient."""
-    x, y = as_pair(a, b)
-    p, q = x.data, y.data
-    out = array_module(p).maximum(p, q)
-    return record_pair(out, x, lambda grad: grad * _share(p > q, p == q, grad),
-                       y, lambda grad: grad * _share(q > p, p == q, grad))  # fmt: skip
+    return _limit("maximum", *as_pair(a, b))
 
 
 def minimum(a: Operand, b: Operand) -> Variable:
     """Return the elementwise minimum. If two elements are equal, each gets half of the gradient."""
-    x, y = as_pair(a, b)
+    return _limit("minimum", *as_pair(a, b))
+
+
+def _limit(name: str, x: Variable, y: Variable) -> Variable:
     p, q = x.data, y.data
-    out = array_module(p).minimum(p, q)
-    return record_pair(out, x, lambda grad: grad * _share(p < q, p == q, grad),
-                       y, lambda grad: grad * _share(q < p, p == q, grad))  # fmt: skip
+    out = getattr(array_module(p), name)(p, q)
 
+    def share(grad: Array, chosen: Array) -> Any:
+        half = array_module(grad).asarray(0.5, grad.dtype)  # products stay in this dtype
+        return grad * ((chosen == out) - (p == q) * half)
 
-def _share(chosen: Array, equal: Array, grad: Array) -> Any:
-    return (chosen * 2 + equal) * array_module(grad).asarray(0.5, grad.dtype)
+    return record_pair(out, x, lambda grad: share(grad, p), y, lambda grad: share(grad, q))
 
 
 def exp(x: Input) -> Variable:
@@ -169,13 +168,8 @@ def tanh(x: Input) -> Variable:
 
 def sigmoid(x: Input) -> Variable:
     """Return ``1 / (1 + exp(-x))``, without overflow."""
-    x = as_variable(x)
-    result = record_mapped("sigmoid", x)
-    if result is not None:
-        return result
-    half = x.data / 2
-    out = (array_module(half).tanh(half) + 1) / 2
-    return record(out, (x, lambda grad: grad * (out * (1 - out))))
+    slope = lambda xp, a, out, grad: grad * (out * (1 - out))  # noqa: E731
+    return _function(x, ("sigmoid",), _sigmoid, slope)
 
 
 def relu(x: Input) -> Variable:
@@ -194,6 +188,10 @@ def slope_of_relu(out: Array, zero: Any) -> Vjp:
         return lambda grad: kernels.relu_slope(grad, out)
 
     def vjp(grad: Array) -> Any:
+        if type(out) is np.ndarray and out.size > 8192:  # else NumPy is as fast as the call
+            result = apply_elementwise("relu_back", grad, out, is_last=is_channels_last(out))
+            if result is not None:
+                return result
         slope = (out > zero).astype(grad.dtype)  # in NumPy faster than bools times floats
         if not out.flags.c_contiguous:  # let NumPy choose the product's layout
             return grad * slope
@@ -221,13 +219,8 @@ def clamp(x: Input, lower: float | None = None, upper: float | None = None) -> V
         raise ValueError("clamp: expected lower, upper or both, got None for both")
     if lower is not None and upper is not None and lower > upper:
         raise ValueError(f"clamp: lower must not exceed upper, got {lower} and {upper}")
-    array = x.data
-    inside: Any = True
-    if lower is not None:
-        inside = inside & (array >= lower)
-    if upper is not None:
-        inside = inside & (array <= upper)
-    out = narrowed(array_module(array).clip(array, lower, upper), array)
+    out = narrowed(array_module(x.data).clip(x.data, lower, upper), x.data)
+    inside = out == x.data
     return record(out, (x, lambda grad: grad * inside))
 
 
@@ -276,12 +269,10 @@ def check_filled(name: str, *inputs: Input) -> None:
 
 
 # Activation functions. float16 is computed in float32 and rounded once.
-def _function(
-    x: Input, value: Callable[..., Array], vjp: Callable[..., Array], native: str = ""
-) -> Variable:
-    """Return ``value(xp, x)`` with vjp ``vjp``. If kernel ``native`` exists, return its result."""
+def _function(x: Input, native: tuple[Any, ...], value: Any, vjp: Callable[..., Array]) -> Variable:
+    """Return ``value(xp, x)`` with vjp ``vjp``. ``native``: name and numbers of a kernel, or ()."""
     x = as_variable(x)
-    result = record_mapped(native, x) if native else None
+    result = record_mapped(x, *native) if native else None
     if result is not None:
         return result
     array = widened(x.data)
@@ -292,14 +283,14 @@ def _function(
 
 def log1p(x: Input) -> Variable:
     """Return ``log(1 + x)``, accurate near 0."""
-    return _function(x, lambda xp, a: xp.log1p(a), lambda xp, a, out, grad: grad / (a + 1))
+    return _function(x, (), lambda xp, a: xp.log1p(a), lambda xp, a, out, grad: grad / (a + 1))
 
 
 def erf(x: Input) -> Variable:
     """Return ``2 / sqrt(pi)`` times the integral of ``exp(-t * t)`` from t = 0 to ``x``."""
     factor = 2 / math.sqrt(math.pi)
     slope = lambda xp, a, out, grad: grad * xp.exp(-a * a) * factor  # noqa: E731
-    return _function(x, lambda xp, a: erf_of(a), slope)
+    return _function(x, (), lambda xp, a: erf_of(a), slope)
 
 
 def gelu(x: Input, approximate: bool | str = False) -> Variable:
@@ -310,7 +301,7 @@ def gelu(x: Input, approximate: bool | str = False) -> Variable:
     Raises ValueError unless ``approximate`` is a bool, ``"none"`` or ``"tanh"`` (torch's names).
     """
     x, by_tanh = as_variable(x), is_by_tanh(approximate)
-    result = record_mapped("gelu_by_tanh" if by_tanh else "gelu", x)
+    result = record_mapped(x, "gelu_by_tanh" if by_tanh else "gelu")
     if result is not None:
         return result
     array = widened(x.data)
@@ -351,7 +342,7 @@ def silu(x: Input) -> Variable:
         gate = _sigmoid(xp, a)
         return grad * (gate + out * (1 - gate))
 
-    return _function(x, lambda xp, a: a * _sigmoid(xp, a), vjp, "silu")
+    return _function(x, ("silu",), lambda xp, a: a * _sigmoid(xp, a), vjp)
 
 
 def _sigmoid(xp: Any, array: Array) -> Any:
@@ -361,7 +352,7 @@ def _sigmoid(xp: Any, array: Array) -> Any:
 def softplus(x: Input, beta: float = 1.0) -> Variable:
     """Return ``log(1 + exp(beta * x)) / beta``, without overflow."""
     return _function(
-        x,
+        *(x, ("softplus", beta)),
         lambda xp, a: xp.logaddexp(a * beta, 0) / beta,
         lambda xp, a, out, grad: grad * _sigmoid(xp, a * beta),
     )
@@ -370,7 +361,7 @@ def softplus(x: Input, beta: float = 1.0) -> Variable:
 def elu(x: Input, alpha: float = 1.0) -> Variable:
     """Return ``x`` where ``x > 0``, else ``alpha * (exp(x) - 1)``. The slope at 0 is ``alpha``."""
     return _function(
-        x,
+        *(x, ("elu", alpha)),
         lambda xp, a: xp.where(a > 0, a, xp.expm1(xp.minimum(a, 0)) * alpha),
         lambda xp, a, out, grad: xp.where(a > 0, grad, grad * (out + alpha)),
     )
@@ -379,7 +370,7 @@ def elu(x: Input, alpha: float = 1.0) -> Variable:
 def leaky_relu(x: Input, slope: float = 0.01) -> Variable:
     """Return ``x`` where ``x > 0``, else ``slope * x``. The derivative at 0 is ``slope``."""
     return _function(
-        x,
+        *(x, ("leaky_relu", slope)),
         lambda xp, a: xp.where(a > 0, a, a * slope),
         lambda xp, a, out, grad: xp.where(a > 0, grad, grad * slope),
     )
@@ -394,7 +385,7 @@ def hardtanh(x: Input, lower: float = -1.0, upper: float = 1.0) -> Variable:
     if not lower < upper:
         raise ValueError(f"hardtanh: lower must be below upper, got {lower} and {upper}")
     return _function(
-        x,
+        *(x, ()),
         lambda xp, a: xp.clip(a, lower, upper),
         lambda xp, a, out, grad: grad * ((a > lower) & (a < upper)),
     )

@@ -135,10 +135,12 @@ def categorical_cross_entropy(
             f"probabilities [..., classes] of shape {logs.shape}, got {labels.shape}"
         )
     check_filled("categorical_cross_entropy", log_probabilities)
-    classes, xp = logs.shape[-1], array_module(logs)
-    shape, labels_shape = logs.shape, labels.shape
+    classes, xp, shape = logs.shape[-1], array_module(logs), logs.shape
+    labels, labels_shape = labels.reshape(-1), labels.shape
+    counted = labels != ignore_index
+    picked = labels * counted
     require_all(
-        ((labels >= 0) & (labels < classes)) | (labels == ignore_index),
+        (picked >= 0) & (picked < classes),
         labels,
         lambda target: ValueError(
             f"categorical_cross_entropy: expected targets of 0..{classes - 1}, or ignore_index = "
@@ -146,23 +148,25 @@ def categorical_cross_entropy(
             f"array of shape {labels_shape}"
         ),
     )
-    counted = labels != ignore_index
-    picked = xp.where(counted, labels, 0)[..., None]
-    losses = -xp.take_along_axis(logs, picked, axis=-1)[..., 0]
+    at, rows = (xp.arange(len(picked)), picked), logs.reshape(-1, classes)
+    losses = -rows[at]
     if label_smoothing:
-        losses = losses * (1 - label_smoothing) - total(logs, -1) * (label_smoothing / classes)
+        losses = losses * (1 - label_smoothing) - total(rows, -1) * (label_smoothing / classes)
     losses = xp.where(counted, losses, 0)
-    result, divisor = losses if reduction == "none" else total(losses), 1
+    result, divisor = losses.reshape(labels_shape) if reduction == "none" else total(losses), 1
+    weights = counted.astype(widened(logs).dtype)
     if reduction == "mean":
-        divisor = xp.maximum(counted.sum(), 1).astype(result.dtype)
+        divisor = xp.maximum(weights.dot(weights), 1)  # faster than a sum of Booleans
         result = result / divisor
 
     def vjp(grad: Array) -> Array:
-        hit = (xp.arange(classes) == picked) & counted[..., None]
+        share = weights * (widened(grad).reshape(-1) / -divisor)
+        slope: Array = xp.zeros((len(share), classes), share.dtype)
         if label_smoothing:
-            hit = (hit * (1 - label_smoothing) + label_smoothing / classes) * counted[..., None]
-            hit = hit.astype(widened(logs).dtype)
-        return hit * (widened(grad) / -divisor)[..., None]  # type: ignore[no-any-return]
+            slope += (share * (label_smoothing / classes))[:, None]
+            share = slope[at] + share * (1 - label_smoothing)
+        slope[at] = share
+        return slope.reshape(shape)
 
     return record(xp.asarray(result, logs.dtype), (log_probabilities, vjp))
 
@@ -253,8 +257,14 @@ def _of_pairs(
     _check_pair(name, prediction, target)
     p, t = widened(prediction.data), widened(target.data)
     xp = array_module(p)
-    edges = [(prediction, partial(vjps[0], xp, p, t)), (target, partial(vjps[1], xp, p, t))]
-    return _reduced(record(value(xp, p, t), *edges), reduction, prediction)
+    losses, count = value(xp, p, t), p.size
+    if reduction != "none":
+        losses = total(losses) / count if reduction == "mean" else total(losses)
+    return record(
+        *(narrowed(losses, prediction.data), (prediction, partial(vjps[0], xp, p, t))),
+        (target, partial(vjps[1], xp, p, t)),
+        through=lambda grad: widened(grad) / count if reduction == "mean" else widened(grad),
+    )
 
 
 def _reduced(losses: Variable, reduction: str, like: Variable) -> Variable:

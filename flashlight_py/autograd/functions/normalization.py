@@ -184,7 +184,8 @@ def _normalized(
     rows = laid_out(widened(x.data))
     of_kernel = "given_norm" if moments else name.replace("batch", "group")
     run, xp, shape, dtype = kernel(of_kernel, rows), array_module(rows), rows.shape, rows.dtype
-    w, b, *moments = (_values(array, dtype) for array in (*params, *moments))
+    w, b = (_values(params[k], 1 - k, inner, rows) for k in range(2))
+    moments = [_values(array, 0, inner, rows) for array in moments]
     if run is not None:
         saved = () if moments else (((count,), dtype),) * 2
         results = run(((shape, dtype), *saved), sizes, (eps,), rows, w, b, *moments)
@@ -200,11 +201,10 @@ def _normalized(
             out = out - mean
             variance = (out * out).mean(axes, keepdims=True)
         out /= xp.sqrt(variance + eps)
-        out = out if w is None else out * w.reshape(of_parameter)
-        out = (out if b is None else out + b.reshape(of_parameter)).reshape(shape)
+        out = (out * w.reshape(of_parameter) + b.reshape(of_parameter)).reshape(shape)
 
     def back(grad: Array) -> Any:
-        grad, w = laid_out(widened(grad)), _values(params[0], dtype)
+        grad, w = laid_out(widened(grad)), _values(params[0], 1, inner, rows)
         if run is not None:
             made = (shape, dtype), *((inner, dtype),) * 2
             results: Any = kernel(f"{of_kernel}_back", rows)
@@ -212,7 +212,7 @@ def _normalized(
             return as_given(dx), dweight, dbias
         grad, inverse = grad.reshape(parts), 1 / xp.sqrt(variance + eps)
         standard = (rows.reshape(parts) - mean) * inverse
-        dx = slope = grad if w is None else grad * w.reshape(of_parameter)
+        dx = slope = grad * w.reshape(of_parameter)
         if not moments:
             dx = slope - standard * (slope * standard).mean(axes, keepdims=True)
             if name != "rms_norm":
@@ -223,8 +223,8 @@ def _normalized(
     return record_jointly(name, narrowed(as_given(out), x.data), back, x, *params), mean, variance
 
 
-def _values(value: Variable | Array | None, dtype: Any) -> Any:
+def _values(value: Variable | Array | None, fill: int, shape: tuple[int, ...], like: Array) -> Any:
     if value is None:
-        return None
+        return array_module(like).full(shape, fill, like.dtype)
     array = value.data if isinstance(value, Variable) else value
-    return as_packed(array.astype(dtype, copy=False))
+    return as_packed(array.astype(like.dtype, copy=False))
