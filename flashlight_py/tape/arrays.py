@@ -1,10 +1,9 @@
 """Stand-ins for arrays and numbers while a step is recorded. They record their operations.
 
 A ``Recorded`` computes like the NumPy array that it represents, and adds a note of each operation
-to the recording of the thread. It is not an ndarray. Its elements can only be read by NumPy's
-protocols and its own methods, and a read ends the recording. ``__class__`` is ndarray, so that
-``isinstance(x, numpy.ndarray)`` is True. Methods that NumPy implements in Python, such as ``sum``,
-record the ufunc that they call.
+to the recording of the thread. It is no ndarray, but its ``__class__`` is ndarray for isinstance().
+NumPy's protocols and its own methods read its elements, which ends the recording. Methods that
+NumPy implements in Python, such as ``sum``, record the ufunc that they call.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -39,13 +38,13 @@ def compute(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
     return recording.compute(function, args, options)
 
 
-_CONSTANT = {int, float, complex, bool, str, type(None), np.ufunc, FunctionType}
+CONSTANT = {int, float, complex, bool, str, type(None), np.ufunc, FunctionType}
 
 
 def map_items(value: Any, change: Callable[[Any], Any], only_tuples: bool = False) -> Any:
     """Return nested tuples, lists and dicts with ``change(item)`` in place of each item."""
     kind: Any = type(value)
-    if kind in _CONSTANT:
+    if kind in CONSTANT:
         return value
     if issubclass(kind, tuple) or (kind is list and not only_tuples):
         changed = [map_items(item, change, only_tuples) for item in value]
@@ -57,23 +56,18 @@ def map_items(value: Any, change: Callable[[Any], Any], only_tuples: bool = Fals
     return change(value)
 
 
-def items_in(value: Any) -> Iterator[Any]:
-    """Yield the items of nested tuples, lists and dicts, or ``value`` if it is none of these."""
+def items_in(value: Any) -> list[Any]:
+    """Return the items of nested tuples, lists and dicts, or [value] if it is none of these."""
     kind: Any = type(value)
     if kind in (list, dict) or issubclass(kind, tuple):
-        for item in value.values() if kind is dict else value:
-            yield from items_in(item)
-    else:
-        yield value
+        return [x for part in (value.values() if kind is dict else value) for x in items_in(part)]
+    return [value]
 
 
-def arrays_in(value: Any) -> Iterator[Array]:
-    """Yield the arrays in ``value``, an argument of a note."""
-    for item in items_in(value):
-        if type(item) is np.ndarray:
-            yield item
-        elif isinstance(item, Variable):
-            yield item.data
+def arrays_in(value: Any) -> list[Array]:
+    """Return the arrays in ``value``, an argument of a note."""
+    items = [item.data if isinstance(item, Variable) else item for item in items_in(value)]
+    return [item for item in items if type(item) is np.ndarray]
 
 
 def unwrap(value: Any) -> Any:
@@ -104,7 +98,8 @@ class Recorded(NDArrayOperatorsMixin):
     __class__ = property(lambda _: np.ndarray)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        if any(isinstance(value, Variable) for value in inputs):
+        are_plain = _ARE_NO_NUMBERS.issuperset(map(type, inputs))  # isinstance() takes longer
+        if not are_plain and any(isinstance(value, Variable) for value in inputs):
             return NotImplemented  # Variable implements the operation
         function = ufunc if method == "__call__" else getattr(ufunc, method)
         return compute(function, *inputs, **options)
@@ -233,7 +228,6 @@ class Number:
         thread_state.recorder.stand_ins.append(weakref.ref(self))
 
     plain = property(lambda self: reject_read("item()", self.value))
-
     __class__ = property(lambda self: type(self.value))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:

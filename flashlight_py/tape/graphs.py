@@ -26,7 +26,7 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed import Work
+from flashlight_py.distributed import Work, internal
 from flashlight_py.distributed.internal import ALL_REDUCE, SCATTER, Call, Membership, graph_launcher
 from flashlight_py.errors import BackendUnavailableError, DistributedError, GroupClosedError
 from flashlight_py.libraries import loaded_libraries
@@ -35,7 +35,7 @@ from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.random import generator
 from flashlight_py.structure import count, thread_state
 from flashlight_py.tape.arrays import CannotCapture, items_in, map_items
-from flashlight_py.tape.recording import CtrlC, Watcher, line_of_user, overlaps, spans_of
+from flashlight_py.tape.recording import CtrlC, Watcher, line_of_user, merged, overlaps
 from flashlight_py.tape.state import ITEMS, EveryCall, State, plain_arrays
 
 _MOST_GRAPHS = 8  # maximum number of graphs; each keeps the memory of a step
@@ -180,7 +180,7 @@ class Graph:
 
     def fits(self, key: Any, arrays: Sequence[Any], state: Callable[[], State]) -> bool:
         """Return whether the graph can replay a call with ``arrays`` and argument forms ``key``."""
-        if key != self.key or self._graph is None or _have_any(self._memory, arrays):
+        if key != self.key or self._graph is None or any(overlaps(self._memory, x) for x in arrays):
             return False
         stamp = int(count[0])
         if self.stamp != stamp:
@@ -237,8 +237,7 @@ class Graphs:
         self._step, self._roots = step, roots
         self._graphs: list[Graph] = []
         self._warm: dict[Any, int] = {}  # by argument form: structure.count after the eager run
-        # Groups of the step. None before its first run.
-        self._groups: list[Membership] | None = None
+        self._groups: list[Membership] | None = None  # of the step; None before its first run
         self._captures = 0
         self._changes = EveryCall(_LEAST_CAPTURES)
         self._lock = threading.RLock()
@@ -255,7 +254,9 @@ class Graphs:
             state, arrays = functools.partial(self._state, values), _arrays(values)
             graph = next((g for g in self._graphs if g.fits(key, arrays, state)), None)
             is_warm = graph is None and self._warm.get(key) == int(count[0])
-            vote = _CAPTURE if is_warm and not _have_any(_spans_in(state()), arrays) else _EAGER
+            spans = _spans_in(state()) if is_warm else []
+            has_shared = any(overlaps(spans, array) for array in arrays)
+            vote = _CAPTURE if is_warm and not has_shared else _EAGER
             agreed = self._agreed(vote if graph is None else graph.number)
             if graph is not None and agreed == graph.number:
                 self.replays += 1
@@ -291,8 +292,7 @@ class Graphs:
     def _agreed(self, vote: int) -> int:
         """Return ``vote`` if all ranks of the step have this vote, else _EAGER. Blocking."""
         groups = _spanning(self._groups or ())
-        if len(groups) > 1:
-            vote = _NEVER
+        vote = vote if len(groups) < 2 else _NEVER
         votes = {number for group in groups for number in _extremes(group, vote)} or {vote}
         if _NEVER in votes:
             self.reason = "a rank uses several groups in it, and no group contains all ranks"
@@ -357,8 +357,8 @@ class Graphs:
     def _stay_eager(self, graph: Graph | None, reason: str) -> None:
         if graph is not None:
             graph.release()
-        reason = reason or self.reason
-        self.reason = reason or "another rank cannot capture it, or has captured other calls"
+        problem = "another rank cannot capture it, or has captured other calls"
+        self.reason = reason or self.reason or problem
 
     def _record(
         self, recorder: Recorder, key: Any, args: tuple[Any, ...], options: dict[str, Any],
@@ -466,11 +466,7 @@ def _moved(state: State) -> str:
 def _spans_in(state: State, grads: Sequence[Any] = ()) -> list[tuple[int, int]]:
     """Return address ranges of GPU arrays: ``grads``, and arrays of ``state`` except gradients."""
     held = [value for field, value in state.held if field.slot != "grad"]
-    return spans_of(filter(is_cupy, plain_arrays(*held, *grads)))
-
-
-def _have_any(spans: Sequence[tuple[int, int]], arrays: Iterable[Any]) -> bool:
-    return any(overlaps(spans, array) for array in arrays)
+    return merged(map(internal.bounds, filter(is_cupy, plain_arrays(*held, *grads))))
 
 
 def _form(value: Any) -> Any:
@@ -509,8 +505,7 @@ _TYPES: dict[str, tuple[int, int, Any]] = {
     "f": (0, 77 if os.environ.get("CUPY_TF32", "0") > "0" else 68, ctypes.c_float),
     "d": (1, 70, ctypes.c_double),
 }
-_TENSOR_CORES = 99  # CUBLAS_GEMM_DEFAULT_TENSOR_OP, used by CuPy since Ampere
-_DEFAULT = -1
+_TENSOR_CORES, _DEFAULT = 99, -1  # CUBLAS_GEMM_DEFAULT_TENSOR_OP, used by CuPy since Ampere
 _PLAIN, _TRANSPOSED = 0, 1
 # Workspace in bytes that NVIDIA recommends for Hopper. Without one, cuBLAS allocates memory.
 _WORKSPACE = 32 << 20

@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 import sys
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -27,6 +27,7 @@ Shape = tuple[int, ...]
 Steps = tuple[Shape, ...]  # for each operand its strides in bytes
 
 _MOST_DIMENSIONS = 8  # as in csrc/tape/tape.h
+_cached = functools.lru_cache(maxsize=1000, typed=True)  # some dtypes are equal to Python's types
 _tape = _native.load_extension("tape")
 _blas = libraries.blas("sgemm", "dgemm", "sgemv", "dgemv", "sdot", "ddot")
 if _blas:
@@ -90,6 +91,7 @@ class Memory:
         self.elsewhere = Piece(0, 0)
         pieces = [piece for piece in (*self.inputs.values(), *made) if piece.low < piece.high]
         self._pieces = [self.elsewhere, *sorted(pieces, key=attrgetter("low"))]
+        self._lows = [piece.low for piece in self._pieces]
         self._operands: dict[int, Operand] = {}  # by id of the array
         where, notes = self.elsewhere, list(map(self.with_operands, recording.notes))
         self.touched, self.changed = (  # address ranges of the state that notes use, and write
@@ -100,21 +102,23 @@ class Memory:
     def make(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return a new array. Each replay has memory for it, too."""
         array = np.empty(shape, dtype)
-        insort(self._pieces, Piece(*bounds(array), array, True), key=attrgetter("low"))
+        piece = Piece(*bounds(array), array, True)
+        at = bisect_right(self._lows, piece.low)
+        self._pieces[at:at], self._lows[at:at] = [piece], [piece.low]
         return array
 
     def of(self, array: Array) -> Operand:
         operand = self._operands.get(id(array))
         if operand is None:
             low, high = bounds(array)
-            piece = self._pieces[bisect_right(self._pieces, low, key=attrgetter("low")) - 1]
+            piece = self._pieces[bisect_right(self._lows, low) - 1]
             piece = piece if low < piece.high else self.elsewhere
             operand = self._operands[id(array)] = Operand(array, piece, low, high)
         return operand
 
     def with_operands(self, note: Note) -> Note:
-        values = *note.made, *note.changed, *note.args, *note.options.values(), note.required
-        note.operands = list(map(self.of, arrays_in(values)))
+        arrays = [*note.made, *note.changed, *arrays_in((note.args, note.options, note.required))]
+        note.operands = [self._operands.get(id(array)) or self.of(array) for array in arrays]
         return note
 
 
@@ -142,12 +146,12 @@ class Elementwise(NamedTuple):
 
     def disturbs(self, other: Elementwise) -> bool:
         """Return whether ``other`` uses elements that this loop writes in another iteration."""
-        written, steps = self.operands[-1], self.steps[-1]
-        begin = written.low, written.array.itemsize
-        return any(
-            x.overlaps(written) and not (begin == (x.low, x.array.itemsize) and steps == x_steps)
-            for x, x_steps in zip(other.operands, other.steps, strict=True)
-        )
+        written = self.operands[-1]
+        low, high, layout = written.low, written.high, (written.array.itemsize, self.steps[-1])
+        for x, steps in zip(other.operands, other.steps, strict=True):
+            if x.low < high and low < x.high and (low, *layout) != (x.low, x.array.itemsize, steps):
+                return True
+        return False
 
 
 @dataclass(eq=False)
@@ -238,10 +242,8 @@ class _Rules:
     def elementwise(self, note: Note, instead: np.ufunc | None = None) -> None:
         ufunc: Any = instead or note.function
         out, inputs = _result_of(note, "casting"), note.args[: ufunc.nin]
-        need(ufunc is not np.power or _is_plain_power(inputs, out))
-        dtypes = ufunc.resolve_dtypes((*map(_dtype_of, inputs), None))
-        need(not ufunc.signature and all(x == np.dtype(x.char) != object for x in dtypes))
-        need(dtypes[-1] == out.dtype)
+        dtypes = _dtypes(ufunc, *map(_dtype_of, inputs))
+        need(dtypes[-1] == out.dtype and (ufunc is not np.power or _is_plain_power(inputs, out)))
         operands, types = list(map(self._as, inputs, dtypes)), tuple([x.num for x in dtypes])
         if ufunc in _LIMITS and out.dtype.char in "fd" and operands[1].size == 1 < out.size:
             ufunc, types = f"{ufunc.__name__}:{out.dtype.str[1:]}", ()
@@ -256,7 +258,7 @@ class _Rules:
             self._copy(value, between)
             return between
         # Lists such as [x.sum(), 0.0] are not supported.
-        need(type(value) is float or not [*arrays_in(value)])
+        need(type(value) is float or not arrays_in(value))
         if type(value) is int and dtype.kind in "iu":
             need(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)
         return np.asarray(value, dtype)
@@ -264,7 +266,7 @@ class _Rules:
     def _loops(self, function: Any, types: tuple[int, ...], *arrays: Array) -> None:
         need(types or _tape.has_loop(function))
         if arrays[-1].size:
-            dimensions, steps = _walk(arrays)
+            dimensions, steps = _walk(*[(x.shape, x.strides, x.itemsize) for x in arrays])
             need(len(dimensions) <= _MOST_DIMENSIONS)
             need(not types or _has_bits_of_numpy(function, arrays, steps))
             self._loop(function, types, arrays, dimensions, steps)
@@ -434,19 +436,32 @@ def _step(vector: Array, axis: int) -> int:
     return step
 
 
-def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
+@_cached
+def _dtypes(ufunc: np.ufunc, *inputs: Any) -> tuple[np.dtype[Any], ...]:
+    dtypes = ufunc.resolve_dtypes((*inputs, None))
+    need(not ufunc.signature and all(x == np.dtype(x.char) != object for x in dtypes))
+    return dtypes
+
+
+@_cached
+def _walk(*layouts: tuple[Shape, Shape, int]) -> tuple[Shape, Steps]:
     """Return the shape of a loop over all elements, and for each operand its strides.
 
-    Dimensions are merged if possible, and sorted by stride unless operands need different orders.
+    ``layouts``: shape, strides and size of an element of each operand, the result last. Dimensions
+    are merged if possible, and sorted by stride unless operands need different orders.
     """
-    if arrays[-1].size == 1:  # NumPy calls its loop once, with the strides below
-        if len({array.ndim for array in arrays if array.ndim}) > 1:
-            return (1,), ((0,),) * len(arrays)
-        takes = [*(array.ndim > 0 for array in arrays[:-1]), True]
-        steps = [array.strides[0] if array.ndim == 1 else array.itemsize for array in arrays]
-        return (1,), tuple([(step * taken,) for step, taken in zip(steps, takes, strict=True)])
-    shape = arrays[-1].shape
-    strides = [np.broadcast_to(array, shape).strides for array in arrays]
+    shape, ndims = layouts[-1][0], [len(layout[0]) for layout in layouts]
+    if math.prod(shape) == 1:  # NumPy calls its loop once, with the strides below
+        if len({*ndims} - {0}) > 1:
+            return (1,), ((0,),) * len(layouts)
+        steps = [by[0] if len(by) == 1 else len(by) and size for _, by, size in layouts[:-1]]
+        last = layouts[-1][1][0] if ndims[-1] == 1 else layouts[-1][2]
+        return (1,), tuple([(step,) for step in (*steps, last)])
+    need(max(ndims) == len(shape))
+    strides = [
+        (*[0] * (len(shape) - len(extents)), *map(operator.mul, by, (n > 1 for n in extents)))
+        for extents, by, _ in layouts
+    ]
     axes: list[tuple[int, Shape]] = []  # smallest strides first
     by_axis = zip(shape, zip(*strides, strict=True), strict=True)
     for new in reversed([axis for axis in by_axis if axis[0] > 1]):

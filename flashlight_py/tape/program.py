@@ -227,7 +227,7 @@ def _fill(targets: list[Array], function: Any) -> None:
 def _is_constant(note: Note) -> bool:
     if note.effect or note.changed or note.function not in _CONSTANT or len(note.made) != 1:
         return False
-    return note.function in _VALUE_FREE or not [*arrays_in((note.args, note.options))]
+    return note.function in _VALUE_FREE or not arrays_in((note.args, note.options))
 
 
 _VALUE_FREE = {np.zeros_like, np.ones_like, np.empty_like}
@@ -401,7 +401,7 @@ def may_raise(note: Note) -> bool:
     if function in (np.power, operator.pow):
         return any(array.dtype.kind in "iu" for array in note.made)
     if function in _INDEXING:
-        return any(True for _ in arrays_in(note.args[1:]))
+        return bool(arrays_in(note.args[1:]))
     is_linear_algebra = getattr(note.function, "__module__", None) == "numpy.linalg"
     return is_linear_algebra or function is operator.setitem
 

@@ -47,8 +47,8 @@ class Note:
 
     ``made``: new arrays that the call returned. ``changed``: arrays that the call modified. A note
     with ``effect`` has side effects and is never dropped. ``operands``: one ``Operand`` per array,
-    written arrays first. A note with ``required`` is a condition: if ``required`` is False in a
-    replay, the step runs eagerly. Its ``function`` is ``numpy.all`` or ``structure.require_all``.
+    written arrays first. A note with ``required`` is a condition, by ``numpy.all`` or
+    ``structure.require_all``: if ``required`` is False in a replay, the step runs eagerly.
     """
 
     function: Callable[..., Any]
@@ -117,14 +117,14 @@ class Watcher:
 class Recording(Watcher):
     """The notes of a step on this thread, from ``begin`` to ``end``.
 
-    ``before``: arrays that exist before the step. ``swap(True)`` replaces arrays of the state by
-    ``Recorded`` stand-ins, and ``swap(False)`` restores the arrays. ``variables``: variables of the
-    state. ``names``: names of arrays by id.
+    ``before``: arrays that exist before the step. ``swap(on)`` replaces arrays of the state by
+    ``Recorded`` stand-ins, or restores the arrays. ``variables`` of the state. ``fields``: the
+    fields of arrays, by id.
     """
 
     def __init__(
         self, before: Iterable[Array], swap: Callable[[bool], None], variables: Iterable[Variable],
-        names: dict[int, str],
+        fields: dict[int, Any],
     ) -> None:  # fmt: skip
         super().__init__(variables)
         self.notes: list[Note] = []
@@ -136,8 +136,8 @@ class Recording(Watcher):
         self.lines: list[str] = []  # for each constant, the line that uses it
         self.stand_ins: list[weakref.ref[Any]] = []
         self.pending: set[Later] = set()  # started operations that the step has not waited for
-        self._draws, self._swap, self._names = Draws(), swap, names
-        self._spans = spans_of(before)
+        self._draws, self._swap, self._fields = Draws(), swap, fields
+        self._spans = merged(map(bounds, before))
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         stack.callback(self.end)
@@ -156,9 +156,9 @@ class Recording(Watcher):
         return self._draws
 
     def _switch(self, on: bool) -> None:
-        thread_state.recorder = None
-        self._swap(on)
-        super()._switch(on)
+        switches = self._swap, super()._switch
+        for switch in switches if on else reversed(switches):
+            switch(on)
 
     def compute(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Return the result of ``function``, and add a note of the call."""
@@ -178,9 +178,9 @@ class Recording(Watcher):
             function = np.dot
         made: list[Array] = []
         wrapped = outs[0] if len(outs) == 1 else self.wrap(result, made)
-        if made and type(result) in (tuple, list) and len(made) != len([*arrays_in(result)]):
+        if made and type(result) in (tuple, list) and len(made) != len(arrays_in(result)):
             self.leave("a function returns new arrays and arrays that share memory,")
-        changed = [self._changed(out) for out in outs if out is not None]
+        changed = [self._changed(out) for out in outs if out is not None] if outs else []
         if result is None and plain_args and type(plain_args[0]) is np.ndarray:
             changed.append(self._changed(args[0]))  # for example copyto() and sort()
         elif type(function) is not np.ufunc and _has_other_outs(function, args, options, result):
@@ -199,6 +199,8 @@ class Recording(Watcher):
                 plain, seen = value.plain, value.noted
                 if seen is None and (seen := self._noted(plain)) is plain:
                     tape_arrays.keep(value, plain)  # memory of the state does not move
+            elif kind in tape_arrays.CONSTANT:
+                plain = seen = value
             else:
                 plain = unwrap(value)
                 seen = self.noted(plain)
@@ -303,9 +305,7 @@ class Recording(Watcher):
             return kind([self.wrap(item, made) for item in result])
         is_scalar = kind is not np.ndarray and isinstance(result, np.generic)
         if kind is not np.ndarray and not is_scalar:
-            if result is not None:
-                tape_arrays.reject_read("a function")
-            return result
+            return result if result is None else tape_arrays.reject_read("a function", result)
         array = np.asarray(result) if is_scalar else result
         self._check(array)
         memory = _tape.find_memory(self._memory, array) if array.size else None
@@ -322,7 +322,7 @@ class Recording(Watcher):
 
     def _check(self, array: Array) -> None:
         if not are_numbers(array):
-            name = self._names.get(id(array), "an array")
+            name = at.text if (at := self._fields.get(id(array))) else "an array"
             self.leave(f"{name} of {array.dtype} is not an aligned array of numbers,")
 
     def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -339,7 +339,7 @@ class Recording(Watcher):
             return same[0]
         if isinstance(result, float):  # for example a norm of the arrays
             number = np.float64(result)
-            return Number(self.effect(function, noted, number, [*arrays_in(noted)]).plain)
+            return Number(self.effect(function, noted, number, arrays_in(noted)).plain)
         if isinstance(result, (np.ndarray, np.generic)):
             return self.effect(function, noted, result)
         self.effect(function if result is None else _returning(function, result), noted)
@@ -460,13 +460,12 @@ class Later(Work):
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the work and return its result. Every replay waits at this point of the step."""
-        recording, again = self._recording, self._again
+        recording, again, changed = self._recording, self._again, self._changed
         if thread_state.recorder is not recording:  # the recording has ended
             return self._work.wait(timeout)
         result = recording.without(lambda: self._work.wait(timeout))
         recording.pending.discard(self)
-        wait = lambda: again.work.wait(timeout)  # noqa: E731
-        return recording.effect(wait, result=result, changed=self._changed)
+        return recording.effect(lambda: again.work.wait(timeout), result=result, changed=changed)
 
 
 def _returning(function: Callable[..., Any], recorded: Any) -> Callable[..., None]:
@@ -510,8 +509,7 @@ class Draws:
 class CtrlC:
     """A context that delays Ctrl-C until it ends, except in the function called by ``let_in``.
 
-    The start and the end of a recording therefore complete. Python handles signals on the main
-    thread only. On other threads the context does nothing.
+    The start and the end of a recording therefore complete. Only the main thread handles signals.
     """
 
     def __init__(self) -> None:
@@ -557,8 +555,9 @@ class _Noted:
 @functools.cache
 def _noted_kind(kind: Any) -> Any:
     def read(variable: Variable) -> Any:
-        if thread_state.recorder is not None and variable not in thread_state.recorder.grads_set:
-            thread_state.recorder.grads_read.add(variable)
+        recorder = thread_state.recorder
+        if recorder is not None and variable not in recorder.grads_set:
+            recorder.grads_read.add(variable)
         return slot.__get__(variable)  # super() fails if another thread resets the class
 
     def write(variable: Variable, grad: Any) -> None:
@@ -629,10 +628,6 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         elif low < high:
             merged_ranges.append((low, high))
     return merged_ranges
-
-
-def spans_of(arrays: Iterable[Any]) -> list[tuple[int, int]]:
-    return merged(map(bounds, arrays))
 
 
 def overlaps(spans: Sequence[tuple[int, int]], array: Any) -> bool:

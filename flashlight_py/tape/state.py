@@ -245,7 +245,8 @@ class State:
     def _visit_variable(self, variable: Variable, path: Any, _: int) -> None:
         hook, placement, data = variable.hook, variable.placement, variable.data
         self.variables.append(variable)
-        self._structure += [id(variable), variable._calc_grad, _mark(hook), _mark(placement)]
+        self._structure += [id(variable), variable._calc_grad]
+        self._structure += [x if x is None else _mark(x) for x in (hook, placement)]
         self._structure += map(id, plain_arrays(data, variable.buffer))
         for name in ("data", "grad") if variable.buffer is None else ("data", "grad", "buffer"):
             field = Field(variable, name, (path, _ATTRIBUTE, name))
@@ -256,10 +257,10 @@ class State:
 
     def _visit_object(self, one: Any, path: Any, _: int) -> None:
         self._structure += [_mark(one), type(one)]
+        has_numbers, members, via = isinstance(one, Structured), one.__dict__, _REPORTED
         if not _is_library(one):
             self._objects.append((one, path))
-        has_numbers, members = isinstance(one, Structured), one.__dict__
-        via = _REPORTED if _is_library(one) else _HELD
+            via = _HELD
         for name, value in list(members.items()):
             of, kind = (path, _ATTRIBUTE, name), self._kind(value)
             self._structure += [name, type(value)]
@@ -417,7 +418,7 @@ class EveryCall:
 
     def __init__(self, most: int) -> None:
         self._most, self._replays = most, 0
-        self._values: list[dict[str, Any]] = []
+        self._values: list[dict[Any, Any]] = []  # for each recording, values by path
 
     def reason(self, state: State, replays: int) -> str:
         """Keep the values of ``state``. Return which name has a new value in every call, or ""."""
@@ -425,10 +426,10 @@ class EveryCall:
         self._replays = replays
         pairs = [(x.path, repr(v) if is_value(v) else id(v)) for x, v in state.names]
         pairs += [(path, repr(numbers)) for path, numbers in state.numbers]
-        self._values.append({format_path(path): value for path, value in pairs})
-        for name in self._values[-1] if len(self._values) > self._most else ():
-            if len({values.get(name) for values in self._values}) > self._most:
-                return f"{name} has another value in every call; {_INSTEAD}"
+        self._values.append(dict(pairs))
+        for path in self._values[-1] if len(self._values) > self._most else ():
+            if len({values.get(path) for values in self._values}) > self._most:
+                return f"{format_path(path)} has another value in every call; {_INSTEAD}"
         return ""
 
 

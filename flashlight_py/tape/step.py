@@ -234,9 +234,9 @@ class _Call:
 
     @functools.cached_property
     def recording(self) -> Recording:
-        names = {id(value): field.text for field, value in self._before}
+        fields = {id(value): field for field, value in self._before}
         variables = [*self.state.variables, *self._variables]
-        return Recording(self._existing, self._swap, variables, names)
+        return Recording(self._existing, self._swap, variables, fields)
 
     def saved(self, result: Any = None) -> State:
         others = {"what it returns": result, "an argument": self.arrays}
