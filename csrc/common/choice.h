@@ -25,13 +25,9 @@ struct Costs {
 
 // Choice of a copy path for each verb and size class.
 //
-// Ordinary stores are up to twice as fast if cores are close together and there are many chunks. Streamed
-// stores are up to ten times as fast if cores are distant or the reader's cache contains the lines. Direct
-// reads make one copy instead of two, but wait for each line that the other core has just written. The
-// fastest path depends on the cores on which scheduler and hypervisor place the ranks, on the size, and on
-// the core that wrote the array. Therefore each rank measures the cost of every path and announces the costs
-// with its calls. All ranks use the path whose slowest rank has the lowest cost. From time to time, a few
-// calls try another path.
+// The fastest path depends on the cores of the ranks, on the size, and on the core that wrote the array
+// (docs/shared-memory.md). Therefore each rank measures the cost of every path and announces the costs with
+// its calls. All ranks use the path whose slowest rank has the lowest cost.
 class Choice {
   struct History;
 
@@ -78,23 +74,30 @@ class Choice {
     const uint32_t call = history.calls++;
     const int best = best_path(paths, slowest);
     int next = next_path(best, call, paths);
-    const bool is_hopeless = call >= kFirst && slowest[next] > kHopeless * slowest[best];
+    const bool is_hopeless = call >= 2 * kTryEvery && slowest[next] > kHopeless * slowest[best];
     if (is_hopeless && call / kTryEvery % kTryHopeless != 0) next = best;
-    // The first call on another path is not measured, because the previous path determined the caches'
-    // contents.
+    // The first call on another path is not measured: the previous path determined the caches' contents.
     const bool counts = std::exchange(history.last, next) == next;
     return {static_cast<CopyPath>(next), counts, &history, bytes, Clock::now()};
   }
 
-  void end(const Trial& trial) {
+  // begin() for a transfer whose path one rank chooses.
+  Trial begin_alone(int verb, size_t bytes, int paths) {
+    Slowest slowest;
+    slowest.add(costs(verb, bytes));
+    return begin(verb, bytes, paths, slowest);
+  }
+
+  // `more`: seconds per byte that the transfer costs another rank.
+  void end(const Trial& trial, double more = 0) {
     if (!trial.counts) return;
     const double seconds = std::chrono::duration<double>(Clock::now() - trial.started).count();
     double& cost = trial.history->cost[trial.path];
-    const double now = seconds / static_cast<double>(trial.bytes);
+    const double now = seconds / static_cast<double>(trial.bytes) + more;
     // If the call was faster than `cost`, nothing disturbed it: give it a large weight. If it was much
     // slower, something probably disturbed it: raise `cost` by at most 1/16. Otherwise one slow call could
     // end the use of the best path, and a path that is not used is rarely measured.
-    if (cost == 0) cost = now;
+    if (cost == 0 || cost > 2 * now) cost = now;
     cost += now < cost ? 0.75 * (now - cost) : std::min(0.25 * (now - cost), cost / 16);
   }
 
@@ -102,6 +105,8 @@ class Choice {
   using Clock = std::chrono::steady_clock;
   static constexpr uint32_t kFirst = 9;  // initial calls, which try the paths in turn
   static constexpr uint32_t kRun = 3;    // consecutive calls on a path under trial
+  // Calls from trial to trial. Trials also begin at calls 16, 32, 64 and 128, because other processes often
+  // disturb all first calls.
   static constexpr uint32_t kTryEvery = 256;
   // A path that costs more than kHopeless times the best path gets only every kTryHopeless-th of its trials.
   static constexpr int kHopeless = 3;
@@ -128,8 +133,11 @@ class Choice {
   // Return the best path, or another path if call number `call` is a trial of that path.
   static int next_path(int best, uint32_t call, int paths) {
     if (call < kFirst) return static_cast<int>((call / kRun + kPastCaches) % paths);
-    if (call % kTryEvery >= kRun) return best;
-    return static_cast<int>((best + 1 + call / kTryEvery % (paths - 1)) % paths);
+    const auto doublings = 31 - static_cast<uint32_t>(__builtin_clz(call));
+    const uint32_t every = std::min(1u << doublings, kTryEvery);
+    if (call % every >= kRun) return best;
+    const uint32_t turn = call < kTryEvery ? doublings : call / every;
+    return static_cast<int>((best + 1 + turn % (paths - 1)) % paths);
   }
 
   std::vector<std::array<History, 64>> histories_;

@@ -11,6 +11,9 @@ namespace {
 constexpr size_t kMostCredit = sized(1 << 20, 512);
 constexpr size_t kReadAtOnce = sized(4 << 20, 128), kLeastPiece = sized(8 << 10, 64);
 constexpr size_t kMostWanted = 16;
+enum { kRest, kAtOnce };  // verbs of Wire::choice(): the rest of an offered message; data of a record
+// Seconds per byte that a copy takes longer if the sender has streamed the data to memory.
+constexpr double kReadFromMemory = 80e-12;
 
 size_t bytes_of(const fl_signature& call) { return static_cast<size_t>(call.count) * call.itemsize; }
 
@@ -35,6 +38,10 @@ uint64_t digest_of(const fl_signature& s) {
 // Return the bytes of a record that the receiver buffers and that count towards kMostCredit.
 size_t charge_of(Kind kind, size_t bytes) {
   return kind == kMessage || bytes > kTinyMessage ? bytes + 64 : 0;
+}
+
+void copy_by(int path, void* to, const void* from, size_t bytes) {
+  (path == kThroughCaches ? copy : stream_copy)(to, from, bytes);
 }
 
 const char* data_of(const Record& record, const char* data) {
@@ -118,9 +125,15 @@ Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const v
   record.call = call;
   const uint64_t sequence = record.call.sequence = sequence_of(++port.sent_[peer]);
   record.address = is_read ? reinterpret_cast<uintptr_t>(data) : 0;
-  if (bytes > 0) stream_copy(bytes > kTinyMessage ? room.data : record.tiny, data, bytes);
+  // If this rank does not wait for the answer, the receiver must not request chunks.
+  record.path = waits && (message->flags_ & Message::kAwaited) != 0 ? kPaths : kDirectly;
+  Choice* const choice = bytes >= kStreamBytes ? wire_.choice(to) : nullptr;
+  Choice::Trial trial;
+  if (choice != nullptr) trial = choice->begin_alone(kAtOnce, bytes, kDirectly);
+  if (bytes > 0) copy_by(trial.path, bytes > kTinyMessage ? room.data : record.tiny, data, bytes);
   state.charged += charge_of(record.kind, bytes);
   wire_.send(to, room);  // the receiver owns the record from here on
+  if (choice != nullptr) choice->end(trial, trial.path == kPastCaches ? kReadFromMemory : 0);
   if (!waits) return Sent::kGone;
   message->call_.sequence = sequence;
   return Sent::kOffered;
@@ -211,7 +224,7 @@ bool Engine::flow_out(Message& message) {
     record.bytes = static_cast<uint32_t>(piece);
     record.token = movement.offer.receiver_token;
     char* const into = piece > kTinyMessage ? room.data : record.tiny;
-    (movement.offer.path == kThroughCaches ? copy : stream_copy)(into, message.data_ + movement.done, piece);
+    copy_by(movement.offer.path, into, message.data_ + movement.done, piece);
     wire_.send(movement.from, room);
     movement.done += piece;
     message.since_ = now();
@@ -434,16 +447,19 @@ void Engine::end_compared(Message& message, fl_status status, int from, const fl
 void Engine::receive_rest(Message& message) {
   Message::Movement& movement = *message.movement_;
   const int from = movement.from;
+  const bool can_read = movement.offer.address != 0 && wire_.can_read(from);
+  Choice* const choice = wire_.choice(from);
   movement.done = movement.offer.bytes;
-  if (movement.offer.address != 0 && wire_.can_read(from)) {  // faster for all cores: one copy, not two
+  movement.trial = Choice::Trial();
+  if (can_read && movement.offer.path == kDirectly) {
+    movement.trial.path = kDirectly;
+  } else if (choice != nullptr) {
+    movement.trial = choice->begin_alone(kRest, message.bytes(), can_read ? kPaths : kDirectly);
+  }
+  if (movement.trial.path == kDirectly) {
     message.state_ = Message::kReads;
     moving_.push_back(&message);
     return;
-  }
-  if (Choice* const choice = wire_.choice(from)) {
-    Choice::Slowest slowest;
-    slowest.add(choice->costs(0, message.bytes()));
-    movement.trial = choice->begin(0, message.bytes(), kDirectly, slowest);
   }
   message.state_ = Message::kFlowsIn;
   Control accepted{kAccepted, message.port_->group_};
@@ -483,6 +499,7 @@ void Engine::read_chunk(Message& message, Lock& lock) {
     drop_moving(message);
     receive_rest(message);
   } else if (movement.done == all) {
+    if (Choice* const choice = wire_.choice(movement.from)) choice->end(movement.trial);
     control(movement.from, {kTaken, port.group_, 0, movement.offer.token});
     end(message, FL_OK);
   } else if (callers_.load(std::memory_order_relaxed) > 0) {
@@ -501,7 +518,6 @@ void Engine::receive_data(const Record& record, const char* data) {
     return movement.done < all ? movement.flow->go_on() : end(*message, FL_OK);
   }
   if (record.bytes > all - movement.done) return;
-  if (movement.done == movement.offer.bytes) movement.trial.started = Clock::now();
   copy(message->data_ + movement.done, data, record.bytes);
   movement.done += record.bytes;
   message->since_ = now();

@@ -39,7 +39,7 @@ class Rings final : public Wire {
     uint32_t reserved_at = 0;
     std::vector<uint32_t> ends;  // for each record in the ring: value of `at` after its data
     uint32_t received = 0;       // number of records
-    Choice choice{1};
+    Choice choice{2};
   };
 
  private:

@@ -159,7 +159,7 @@ std::unique_ptr<fl::ShmGroup> World::join(int rank) {
     fl::Rings& rings = ((*group).*member_of(FamilyOfGroup()))->rings;
     fl::Rings::Ends& ends = (rings.*member_of(EndsOfRings()))[r];
     ends.sent = ends.seen_drained = ends.received = calls;
-    ends.choice = fl::Choice(1, turn + r);
+    ends.choice = fl::Choice(2, turn + r);
   }
   return group;
 }
