@@ -77,6 +77,7 @@ VERBS: dict[str, Row] = {
     "all_gather, unequal": Row(lambda ranks: 2 + ranks),
     "all_to_all, unequal": Row(lambda ranks: 3),
     "batch_isend_irecv": Row(lambda ranks: 4),
+    "batch_isend_irecv, new ops": Row(lambda ranks: 4, (4,)),
     "halo, batch": Row(lambda ranks: 4),
     "halo, sendrecv": Row(lambda ranks: 4),
     "tasks, any source": Row(lambda ranks: 2, (4, 64 << 10)),

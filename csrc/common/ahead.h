@@ -21,16 +21,12 @@ inline Ranks needed_by(int rank, int size, const fl_signature& call) {
   const bool is_root = rank == call.root;
   switch (call.verb) {
     case FL_SCATTER:
-    case FL_BROADCAST:
-      return is_root ? Ranks{} : Ranks{call.root, call.root + 1};
+    case FL_BROADCAST: return is_root ? Ranks{} : Ranks{call.root, call.root + 1};
     case FL_REDUCE:
-    case FL_GATHER:
-      return {0, is_root ? size : 0};
+    case FL_GATHER: return {0, is_root ? size : 0};
     case FL_SCAN:
-    case FL_EXSCAN:
-      return {0, rank};
-    default:
-      return {0, size};
+    case FL_EXSCAN: return {0, rank};
+    default: return {0, size};
   }
 }
 

@@ -88,17 +88,13 @@ void* fl_op_output(fl_op* op, size_t* bytes) {
   return output.data.get();
 }
 
-int fl_op_cancel(fl_op* op) {
-  return fl::done([&] { op->cancel(); });
-}
+int fl_op_cancel(fl_op* op) { return fl::done([&] { op->cancel(); }); }
 
 void fl_claim_wait(int32_t* claim, double seconds) {
   fl::futex_wait(claim, 0, static_cast<int64_t>(seconds * 1e9), fl::kAllBits, fl::FutexScope::kThreads);
 }
 
-void fl_op_free(fl_op* op) {
-  if (op != nullptr) op->release();
-}
+void fl_op_free(fl_op* op) { if (op != nullptr) op->release(); }
 
 int fl_reduce(int dtype, int op, double scale, void* into, const void* const* from, int ranks, size_t count) {
   return fl::reduce(dtype, op, scale, into, from, ranks, count);

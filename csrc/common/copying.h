@@ -22,14 +22,12 @@ inline void expect_to_write(const volatile void* line) {
 #endif
 }
 
-// Minimum bytes for streamed stores. If another core holds a cache line, an ordinary store must first fetch
-// and invalidate it: 64 KB took up to 29 us between distant cores, against 1.7 us with streamed stores
-// (docs/shared-memory.md). For fewer bytes, streaming to memory costs more than it saves.
+// Minimum bytes for streamed stores (docs/shared-memory.md). For fewer bytes, streaming to memory costs more
+// than it saves.
 constexpr size_t kStreamBytes = 2048;
 
-// From this size in bytes, the C library copies with the instruction rep movsb. This takes two to five times
-// as long if source and destination have different offsets in a cache line, as arrays and slots often have
-// (docs/shared-memory.md).
+// From this size in bytes, the C library copies with `rep movsb`. It takes two to five times as long if source
+// and destination have different offsets in a cache line, like most arrays and slots (docs/shared-memory.md).
 constexpr size_t kLongBytes = 2048;
 
 #ifdef FL_HAS_SSE2

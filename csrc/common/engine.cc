@@ -151,10 +151,8 @@ void Engine::for_each(const Port& port, Visit visit) const {
 void Engine::end_all(Port& port, const Failure& why, const Failure* found, const Message* about) {
   take_all(port, [&](Message& message) {
     const auto waits_for = [&](int rank) { return rank == message.peer_ || message.peer_ < 0; };
-    const bool concerns =
-        found != nullptr &&
-        (&message == about || found->status == FL_HOST_LOST ||
-         (found->status != FL_TIMEOUT && std::any_of(found->missing.begin(), found->missing.end(), waits_for)));
+    const bool concerns = found != nullptr && (&message == about || found->status == FL_HOST_LOST ||
+        (found->status != FL_TIMEOUT && std::any_of(found->missing.begin(), found->missing.end(), waits_for)));
     const Failure& failure = concerns ? *found : why;
     end(message, failure.status, outcome_of(failure));
   });

@@ -129,9 +129,7 @@ struct Stamp {
   int64_t* ended = nullptr;
   int64_t running = 0;
 
-  void write() const {
-    if (ended != nullptr) fl_stamp(ended, running);
-  }
+  void write() const { if (ended != nullptr) fl_stamp(ended, running); }
 };
 
 struct Operation;

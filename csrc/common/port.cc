@@ -12,14 +12,8 @@ Failure closed_by_this_rank() { return {FL_CLOSED, {}, kWasClosed}; }
 }  // namespace
 
 Message::Message(Port& port, const fl_message& request, double seconds, uint16_t site)
-    : port_(&port),
-      match_(request.match),
-      data_(static_cast<char*>(request.data)),
-      call_(request.signature),
-      peer_(request.peer),
-      site_(site),
-      seconds_(static_cast<float>(seconds)),
-      since_(port.engine_.now()) {
+    : port_(&port), match_(request.match), data_(static_cast<char*>(request.data)), call_(request.signature),
+      peer_(request.peer), site_(site), seconds_(static_cast<float>(seconds)), since_(port.engine_.now()) {
   if (request.peer < 0) flags_ |= kAny;
 }
 
@@ -78,15 +72,8 @@ void Message::stamp(int64_t* ended, int64_t running) {
 }
 
 Port::Port(Engine& engine, uint64_t group, int rank, std::vector<int> ranks, Transport& transport)
-    : engine_(engine),
-      group_(group),
-      rank_(rank),
-      ranks_(std::move(ranks)),
-      numbers_(engine.size_, -1),
-      transport_(transport),
-      sent_(ranks_.size()),
-      answered_at_(ranks_.size()),
-      arrived_(ranks_.size()),
+    : engine_(engine), group_(group), rank_(rank), ranks_(std::move(ranks)), numbers_(engine.size_, -1),
+      transport_(transport), sent_(ranks_.size()), answered_at_(ranks_.size()), arrived_(ranks_.size()),
       wanted_(ranks_.size()) {
   for (size_t i = 0; i < ranks_.size(); ++i) numbers_[ranks_[i]] = static_cast<int>(i);
   const Engine::Lock lock(engine.mutex_);

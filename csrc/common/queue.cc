@@ -1,7 +1,5 @@
 #include "queue.h"
 
-#include <algorithm>
-
 namespace fl {
 
 ThreadPool::~ThreadPool() {

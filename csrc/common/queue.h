@@ -5,12 +5,6 @@
 // wait for an operation of another group. If the queue is idle, a blocking caller runs its operation on its
 // own thread. This avoids a thread switch and takes a tenth of the time.
 //
-// Use by a group:
-//
-//   blocking:  if (queue.enter()) { run it here; queue.leave(); }
-//              else wait for queue.submit(seconds, run)
-//   else:      queue.submit(seconds, run)
-//
 // `run` gets its Operation, whose deadline bounds its waits. If it throws Mismatch, the queue continues. Any
 // other exception breaks the transport: Transport::fail. The other operations must then end too: their waits
 // check Transport::is_broken regularly, or give_up ends them.

@@ -61,8 +61,7 @@ inline fl_signature fitted(const fl_signature& room, const fl_signature& sent) {
 inline bool all_same(const fl_signature* calls, int ranks) {
   const auto* full = std::find_if(calls, calls + ranks, [](const fl_signature& call) { return call.ndim != FL_ANY; });
   const fl_signature& measure = full == calls + ranks ? *calls : *full;
-  return std::all_of(calls, calls + ranks,
-                     [&](const fl_signature& call) { return same_call(measure, call); });
+  return std::all_of(calls, calls + ranks, [&](const fl_signature& call) { return same_call(measure, call); });
 }
 
 // Like all_same, and also require that the root of a broadcast or scatter has a full signature.

@@ -62,9 +62,7 @@ class Table {
  private:
   static constexpr size_t kLoad = 2;  // maximum number of items per bucket
 
-  size_t bucket_of(uint64_t key) const {
-    return (key * 0x9e3779b97f4a7c15u >> 32) & (tails_.size() - 1);
-  }
+  size_t bucket_of(uint64_t key) const { return (key * 0x9e3779b97f4a7c15u >> 32) & (tails_.size() - 1); }
 
   void put(T& item) {
     T*& tail = tails_[bucket_of(item.key())];

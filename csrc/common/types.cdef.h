@@ -102,8 +102,7 @@ void fl_op_free(fl_op *op);
 
 /* Reduce `ranks` arrays in rank order into `into`, which may be one of them. Return 0 if `op` does not
    support `dtype`. See csrc/reduce/reduce.h. */
-int fl_reduce(int dtype, int op, double scale, void *into, const void *const *from, int ranks,
-              size_t count);
+int fl_reduce(int dtype, int op, double scale, void *into, const void *const *from, int ranks, size_t count);
 
 /* A group of processes in a library: see group.cdef.h. */
 typedef struct fl_group fl_group;

@@ -5,11 +5,40 @@
 
 #include "verbs.h"
 
-static PyObject *text_send;
+/* Fields of a P2POp, which is a tuple: see calls/call.py. */
+enum { KIND, ARRAY, PEER, TAG, PARTIAL, FIELDS };
+
+static PyObject *text_send, *text_recv, *text_tag;
 
 int batch_names(void) {
   text_send = PyUnicode_InternFromString("send");
-  return text_send != NULL;
+  text_recv = PyUnicode_InternFromString("recv");
+  text_tag = PyUnicode_InternFromString("tag");
+  return text_send && text_recv && text_tag;
+}
+
+/* new(cls, kind, x, peer, tag=0, partial=False): return a P2POp. The Python function `self` makes a P2POp of
+   other arguments than literals and ints. */
+static PyObject *new_op(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *names) {
+  const Py_ssize_t named = names == NULL ? 0 : PyTuple_Size(names), given = count - 1 + named;
+  int is_plain = given >= TAG && given <= FIELDS && (args[1] == text_send || args[1] == text_recv);
+  is_plain = is_plain && (named == 0 || (count == 1 + TAG && named == 1 && PyTuple_GetItem(names, 0) == text_tag));
+  if (is_plain) is_plain = PyLong_CheckExact(args[1 + PEER]) && (given <= TAG || PyLong_CheckExact(args[1 + TAG]));
+  if (!is_plain) return call_function(self, args, count, names);
+  PyTypeObject *type = (PyTypeObject *)args[0];
+  PyObject *op = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, FIELDS);
+  for (Py_ssize_t i = 0; op != NULL && i < FIELDS; ++i) {
+    PyObject *value = i < given ? args[1 + i] : i == TAG ? PyLong_FromLong(0) : Py_False;
+    if (i < given || i == PARTIAL) Py_INCREF(value);
+    PyTuple_SetItem(op, i, value);
+  }
+  return op;
+}
+
+PyObject *op_maker(PyObject *module, PyObject *function) {
+  static PyMethodDef made = {"__new__", (PyCFunction)(void (*)(void))new_op, METH_FASTCALL | METH_KEYWORDS, NULL};
+  (void)module;
+  return PyCFunction_New(&made, function);
 }
 
 typedef struct {
@@ -35,10 +64,9 @@ static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
   return 1;
 }
 
-/* Read one of `count` P2POps: a tuple, see calls/call.py. Return 1, or 0 if Python must handle the batch. An
+/* Read one of `count` P2POps. Return 1, or 0 if Python must handle the batch. An
    exception may then be set; the caller clears it. */
-static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssize_t count) {
-  enum { KIND, ARRAY, PEER, TAG, PARTIAL, FIELDS };
+static int read_message(const Binding *binding, PyObject *op, const fl_site *site, batch *all, Py_ssize_t count) {
   if (!PyTuple_Check(op) || PyTuple_CheckExact(op) || PyTuple_Size(op) != FIELDS) return 0;
   PyObject *kind = PyTuple_GetItem(op, KIND), *x = PyTuple_GetItem(op, ARRAY), *peer = PyTuple_GetItem(op, PEER);
   started_op *started = &all->ops[all->count++];
@@ -51,10 +79,9 @@ static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssi
                      binding->rank, binding->size, &call)) {
     return 0;
   }
-  static const fl_site not_known = {""};
   const fl_signature *s = &call.signature;
   const char *data = call.data;
-  fill_message(&all->messages[all->sent], &call, &not_known);
+  fill_message(&all->messages[all->sent], &call, site);
   all->spans[all->sent] = (plain_span){data, data + s->count * s->itemsize, !sends};
   *started = (started_op){.verb = s->verb, .root = s->root, .peer = call.peer};
   if (call.output != NULL && !add_match(all, &call.match, count)) return 0;
@@ -64,32 +91,27 @@ static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssi
 
 /* Allocate memory for `count` messages; 0 on failure. */
 static int allocate(batch *all, Py_ssize_t count) {
+  const size_t one = sizeof *all->messages + sizeof *all->spans + sizeof *all->results;
   all->arrays = PyList_New(0);
-  all->messages = PyMem_Malloc((size_t)count * sizeof *all->messages);
-  all->spans = PyMem_Malloc((size_t)count * sizeof *all->spans);
   all->ops = PyMem_Malloc((size_t)count * sizeof *all->ops);
-  all->results = PyMem_Malloc((size_t)count * sizeof(fl_op *));
-  return all->arrays && all->messages && all->spans && all->ops && all->results;
+  all->messages = PyMem_Malloc((size_t)count * one);
+  all->spans = (plain_span *)(void *)(all->messages + count);
+  all->results = (fl_op **)(void *)(all->spans + count);
+  return all->arrays && all->ops && all->messages;
 }
 
 static void release(batch *all) {
   Py_XDECREF(all->arrays);
   Py_XDECREF(all->matches);
   PyMem_Free(all->messages);
-  PyMem_Free(all->spans);
   PyMem_Free(all->ops);
-  PyMem_Free(all->results);
 }
 
-static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
-  PyObject *place;
-  const fl_site *site;
-  if (!place_and_site(binding, &place, &site)) return NULL;
-  fl_message *message = all->messages;
+static PyObject *begin_all(PyObject *self, Binding *binding, batch *all, PyObject *place) {
+  const fl_message *message = all->messages;
   for (int i = 0; i < all->count; ++i) {
     started_op *started = &all->ops[i];
     if (started->peer < 0) continue;
-    message->site = *site;
     started->id = record(binding, &message++->signature, started->peer, FL_RECORDED_ASYNC, place).id;
     started->number = binding->calls->number;
   }
@@ -119,13 +141,16 @@ PyObject *native_batch(PyObject *self, PyObject *ops) {
   Binding *binding = binding_of(self);
   const Py_ssize_t count = PyList_CheckExact(ops) ? PyList_Size(ops) : 0;
   batch all = {0};
+  PyObject *place;
+  const fl_site *site;
+  if (!place_and_site(binding, &place, &site)) return NULL;
   int plain = count > 0 && count < INT_MAX && allocate(&all, count);
   for (Py_ssize_t i = 0; plain && i < count && i < PyList_Size(ops); ++i) {
-    plain = read_message(binding, PyList_GetItem(ops, i), &all, count);
+    plain = read_message(binding, PyList_GetItem(ops, i), site, &all, count);
   }
   PyObject *work = NULL;
   if (plain && !plain_mixed_up(all.spans, all.sent)) {
-    work = begin_all(self, binding, &all);
+    work = begin_all(self, binding, &all, place);
   } else {
     PyErr_Clear(); /* Python then raises the error with its own text */
     Py_INCREF(Py_NotImplemented);

@@ -136,8 +136,7 @@ static void set_place(const Binding *binding, ring_call *row, PyObject *place) {
   }
 }
 
-recorded record(const Binding *binding, const fl_signature *signature, int peer, int flags,
-                PyObject *place) {
+recorded record(const Binding *binding, const fl_signature *signature, int peer, int flags, PyObject *place) {
   ring_call *row = ring_begin(binding->calls, signature, peer, flags);
   if (place != NULL) {
     Py_INCREF(place);

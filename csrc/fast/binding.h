@@ -86,8 +86,7 @@ int enter(const Binding *binding);
 void leave(const Binding *binding, int place);
 
 /* Record a call; `place` is its line, or NULL. */
-recorded record(const Binding *binding, const fl_signature *signature, int peer, int flags,
-                PyObject *place);
+recorded record(const Binding *binding, const fl_signature *signature, int peer, int flags, PyObject *place);
 /* Record a call with its line, unless is_hurried(). */
 recorded record_alone(Binding *binding, const fl_signature *shown);
 /* Add the line of the current call to `row`. Takes some 200 ns and raises no exception. */

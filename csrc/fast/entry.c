@@ -71,7 +71,7 @@ static PyObject *native_of(const entry *verb, PyObject *group) {
   return native;
 }
 
-static PyObject *call_function(const entry *verb, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+PyObject *call_function(PyObject *function, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
   const Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords);
   PyObject *all = PyTuple_New(count), *options = PyDict_New(), *result = NULL;
   int is_good = all != NULL && options != NULL;
@@ -82,7 +82,7 @@ static PyObject *call_function(const entry *verb, PyObject *const *args, Py_ssiz
   for (Py_ssize_t i = 0; is_good && i < named; ++i) {
     is_good = PyDict_SetItem(options, PyTuple_GetItem(keywords, i), args[count + i]) == 0;
   }
-  if (is_good) result = PyObject_Call(verb->function, all, options);
+  if (is_good) result = PyObject_Call(function, all, options);
   Py_XDECREF(all);
   Py_XDECREF(options);
   return result;
@@ -108,7 +108,7 @@ static PyObject *call_entry(PyObject *self, PyObject *const *args, size_t flags,
     if (result != Py_NotImplemented) return result;
     Py_DECREF(result);
   }
-  return PyErr_Occurred() ? NULL : call_function(verb, args, count, keywords);
+  return PyErr_Occurred() ? NULL : call_function(verb->function, args, count, keywords);
 }
 
 static PyObject *call(PyObject *self, PyObject *args, PyObject *options) {

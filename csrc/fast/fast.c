@@ -101,6 +101,34 @@ static PyObject *call_number(PyObject *self, PyObject *const *args, double secon
   return result;
 }
 
+static int is_strided(PyObject *x) {
+  PyArrayObject *array = (PyArrayObject *)x;
+  return PyArray_CheckExact(x) && !PyArray_IS_C_CONTIGUOUS(array) && PyArray_ISWRITEABLE(array);
+}
+
+/* Run a blocking call of strided arrays on contiguous copies, and copy the result back. */
+static PyObject *call_strided(PyObject *self, PyObject *const *args, double seconds) {
+  PyObject *call_args[MOST_ARGUMENTS - 1], *result = NULL;
+  int is_good = 1;
+  memcpy(call_args, args, sizeof call_args);
+  for (int i = 1; i <= 2; ++i) {
+    if (is_strided(args[i])) call_args[i] = PyArray_NewCopy((PyArrayObject *)args[i], NPY_CORDER);
+    is_good = is_good && call_args[i] != NULL;
+  }
+  if (is_good) result = call_arrays(self, call_args, seconds);
+  for (int i = 1; i <= 2; ++i) {
+    PyObject *const copy = call_args[i], *const array = args[i];
+    if (copy == array || copy == NULL) continue;
+    if (result == copy) {
+      Py_DECREF(result);
+      result = PyArray_CopyInto((PyArrayObject *)array, (PyArrayObject *)copy) < 0 ? NULL : array;
+      Py_XINCREF(result);
+    }
+    Py_DECREF(copy);
+  }
+  return result;
+}
+
 /* native(verb, x, out, op, scale, root or peer, tag, async_op): return the result or a Work; NotImplemented,
    without effect, if Python must handle the call. A ninth argument is the timeout in seconds of a blocking
    collective. In place of `op`, all_to_all may have `rows` (a list or tuple) and a receive `partial`. In
@@ -118,12 +146,15 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   const int is_left = is_left_to_python(binding);
   if (is_left < 0) return NULL;
   if (is_left) Py_RETURN_NOTIMPLEMENTED;
-  const int is_number = args[7] == Py_False && plain_has_number(args);
+  const int is_blocking = args[7] == Py_False;
+  const int is_plain = !is_blocking || args[3] == Py_True; /* True: a receive that returns part of `x` */
+  if (!is_plain && (is_strided(args[1]) || is_strided(args[2]))) return call_strided(self, args, seconds);
+  const int is_number = is_blocking && plain_has_number(args);
   return is_number ? call_number(self, args, seconds) : call_arrays(self, args, seconds);
 }
 
 /* native_sendrecv(x, dst, out, src, tag, recv_tag or None): return out, or NotImplemented. dst None: no send;
-   src None: no receive. native_sendrecv(ops): return the Work of the batch. */
+   src None: no receive. native_sendrecv(ops), or a recv_tag of Ellipsis: return the Work of the batch. */
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call sent, received;
@@ -134,9 +165,10 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
   }
   const int is_left = is_left_to_python(binding);
   if (is_left < 0) return NULL;
-  const int is_incomplete = count == 6 && (args[0] == Py_Ellipsis || args[2] == Py_Ellipsis); /* see entry.c */
+  const int is_batch = count == 1 || args[5] == Py_Ellipsis;
+  const int is_incomplete = args[0] == Py_Ellipsis || (!is_batch && args[2] == Py_Ellipsis); /* see entry.c */
   if (is_left || is_incomplete || is_alone(binding)) Py_RETURN_NOTIMPLEMENTED;
-  if (count == 1) return native_batch(self, args[0]);
+  if (is_batch) return native_batch(self, args[0]);
   const int rank = binding->rank, size = binding->size;
   const int sends = args[1] != Py_None, receives = args[3] != Py_None, is_pair = sends && receives;
   PyObject *recv_tag = args[args[5] == Py_None ? 4 : 5];
@@ -164,16 +196,17 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
     ring_end(entry.row, entry.id, 1);
     return NULL;
   }
-  PyObject *result = args[2];
+  PyObject *result = NULL;
   if (ops[0] == NULL && ops[1] == NULL) {
+    result = args[2];
     Py_INCREF(result);
   } else {
     PyObject *handles = Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)ops[0],
                                       (unsigned long long)(uintptr_t)ops[1]);
-    result = handles == NULL ? NULL
-                             : PyObject_CallFunction(binding->ended, "OiOOOiKd", handles, FL_SENDRECV,
-                                                     args[0], args[2], args[2], 0,
-                                                     (unsigned long long)entry.id, binding->seconds);
+    if (handles != NULL) {
+      result = PyObject_CallFunction(binding->ended, "OiOOOiKd", handles, FL_SENDRECV, args[0], args[2], args[2],
+                                     0, (unsigned long long)entry.id, binding->seconds);
+    }
     Py_XDECREF(handles);
   }
   ring_end(entry.row, entry.id, result == NULL);
@@ -284,6 +317,7 @@ static PyObject *bounds(PyObject *module, PyObject *argument) {
 static PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS, NULL},
     {"clocks", clocks, METH_NOARGS, NULL},
+    {"op_maker", op_maker, METH_O, NULL},
     {"verbs", plain_verbs, METH_O, NULL},
     {"bounds", bounds, METH_O, NULL},
     {NULL, NULL, 0, NULL},

@@ -180,10 +180,8 @@ static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, f
   const int code = out->dtype, op = read_op(given_op);
   if (op < 0 || !read_scale(given_scale, &out->scale)) return 0;
   const int is_whole = code < FL_FLOAT16;
-  const int allowed = code == FL_BOOL     ? OF_BOOL
-                      : is_whole            ? OF_INTEGERS
-                      : code < FL_COMPLEX64 ? OF_FLOATS
-                                            : OF_COMPLEX;
+  const int of_floats = code < FL_COMPLEX64 ? OF_FLOATS : OF_COMPLEX;
+  const int allowed = code == FL_BOOL ? OF_BOOL : is_whole ? OF_INTEGERS : of_floats;
   if ((allowed >> op & 1) == 0 || (is_whole && out->scale != 1.0)) return 0;
   out->op = op;
   if (op == FL_AVG && (verbs[out->verb] & FL_VERB_PREFIX) == 0) {
@@ -426,10 +424,6 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
     x = Py_None;
   } else if ((flags & FL_VERB_IN_PLACE) != 0) {
     call->data = read_memory(x, 1, s);
-    if (call->data == NULL && size == 1 && PyArray_CheckExact(x) && PyArray_ISWRITEABLE((PyArrayObject *)x)) {
-      call->data = describe((PyArrayObject *)x, s); /* no rank reads this data */
-      call->is_scattered = 1;
-    }
     if (call->data == NULL) return 0;
   } else {
     const int read = read_apart(x, out, rank, size, call);

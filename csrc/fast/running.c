@@ -19,7 +19,7 @@ int can_run_alone(const plain_call *call, PyObject *out) {
   const fl_signature *s = &call->signature;
   if (is_message(s->verb)) return 0;
   if (is_gather(s) && out != Py_None && call->rows != s->shape[0]) return 0;
-  return s->scale == 1.0 || (is_float(s) && !call->is_scattered);
+  return s->scale == 1.0 || is_float(s);
 }
 
 static void scale(const fl_signature *s, void *data) {

@@ -1,7 +1,6 @@
 /* all_reduce of several plain arrays: one by one, or small arrays of one dtype packed into one message. */
 
 #include <limits.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "verbs.h"
@@ -41,7 +40,7 @@ static int read_all(const Binding *binding, PyObject *xs, PyObject *const *args,
     entry->is_done = entry->is_first = 0;
     all->spans[i] = (plain_span){data, data + bytes_of(entry), 1};
     call->seconds = binding->seconds;
-    if (call->is_scattered || (is_alone(binding) && !can_run_alone(call, Py_None))) {
+    if (is_alone(binding) && !can_run_alone(call, Py_None)) {
       all->count = i + 1;
       return 0;
     }

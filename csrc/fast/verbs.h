@@ -8,6 +8,8 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
 
 /* The type of the public verbs: see entry.c. */
 PyObject *entry_type(void);
+/* Call a Python function with arguments in the form of METH_FASTCALL | METH_KEYWORDS. */
+PyObject *call_function(PyObject *function, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 
 /* Run all_to_all with `rows`. Return NotImplemented, without effect, if Python must handle the call. If `out`
    has the wrong number of rows, the result is another array. */
@@ -20,6 +22,8 @@ PyObject *native_several(PyObject *self, PyObject *const *args, int is_async);
 
 /* Begin the messages of `ops`, a list of P2POp, and return their Work; NotImplemented like native_uneven. */
 PyObject *native_batch(PyObject *self, PyObject *ops);
+/* op_maker(function): return a faster `__new__` of P2POp, which leaves some arguments to `function`. */
+PyObject *op_maker(PyObject *module, PyObject *function);
 int batch_names(void);
 
 /* native_object(verb, object, root): return the list of received objects, or None if only the root receives.

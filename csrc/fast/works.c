@@ -3,7 +3,6 @@
    Python handles failures and waits with a timeout: Works of backends/native.py take over. */
 
 #include <pthread.h>
-#include <stdlib.h>
 
 #include "verbs.h"
 

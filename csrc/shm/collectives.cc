@@ -6,14 +6,8 @@
 namespace fl {
 
 Collectives::Collectives(Segment& segment, Peers& peers, Remote& remote, int rank, int size)
-    : segment_(segment),
-      peers_(peers),
-      remote_(remote),
-      watch_(peers, {}, 0, nullptr),
-      rank_(rank),
-      size_(size),
-      from_(size),
-      choice_(FL_VERBS) {}
+    : segment_(segment), peers_(peers), remote_(remote), watch_(peers, {}, 0, nullptr), rank_(rank),
+      size_(size), from_(size), choice_(FL_VERBS) {}
 
 // Large arrays --------------------------------------------------------------------------------
 

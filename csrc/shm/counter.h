@@ -25,9 +25,7 @@ class Counter {
   // Set the value without waking threads: for counters that are only polled, or before another raise().
   void set(uint32_t value) { value_.store(value, std::memory_order_release); }
 
-  void wake() {
-    futex_wake(&value_, kAllBits, FutexScope::kProcesses);
-  }
+  void wake() { futex_wake(&value_, kAllBits, FutexScope::kProcesses); }
 
   // Return true if the counter reaches `target`, or false after about `milliseconds`.
   bool wait(uint32_t target, Patience patience, long milliseconds) {

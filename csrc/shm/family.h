@@ -22,9 +22,7 @@ class Family {
   };
 
   Family(Mapping mapping, int rank, int size)
-      : segment(std::move(mapping), size),
-        remote(segment, rank, size),
-        rings(segment, remote, rank, size),
+      : segment(std::move(mapping), size), remote(segment, rank, size), rings(segment, remote, rank, size),
         engine(rings, size) {}
   Family(const Family&) = delete;
 

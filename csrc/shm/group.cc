@@ -16,14 +16,10 @@ ShmGroup::ShmGroup(Mapping mapping, int rank, int size)
 
 ShmGroup::ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, const std::vector<int>& ranks,
                    uint32_t number)
-    : rank_(rank),
-      size_(static_cast<int>(ranks.size())),
-      family_(std::move(family)),
-      number_(number),
+    : rank_(rank), size_(static_cast<int>(ranks.size())), family_(std::move(family)), number_(number),
       own_segment_(number == 0 ? Segment() : Segment(std::move(mapping), size_)),
       own_remote_(number == 0 ? nullptr : std::make_unique<Remote>(own_segment_, rank, size_)),
-      segment_(number == 0 ? family_->segment : own_segment_),
-      peers_(segment_, rank, size_),
+      segment_(number == 0 ? family_->segment : own_segment_), peers_(segment_, rank, size_),
       collectives_(segment_, peers_, number == 0 ? family_->remote : *own_remote_, rank, size_),
       port_(family_->engine, number, rank, ranks, peers_) {
   family_->join(*this);

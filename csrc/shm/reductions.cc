@@ -22,8 +22,7 @@ struct Collectives::Chunks {
   size_t elements, itemsize, per_chunk;
 
   Chunks(const fl_signature& s, size_t chunk_bytes)
-      : elements(static_cast<size_t>(s.count)),
-        itemsize(s.itemsize),
+      : elements(static_cast<size_t>(s.count)), itemsize(s.itemsize),
         per_chunk(chunk_bytes / s.itemsize / kPartElements * kPartElements) {}
 
   uint32_t number() const { return static_cast<uint32_t>((elements + per_chunk - 1) / per_chunk); }

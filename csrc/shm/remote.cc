@@ -5,10 +5,7 @@
 namespace fl {
 
 Remote::Remote(const Segment& segment, int rank, int size)
-    : segment_(segment),
-      rank_(rank),
-      size_(size),
-      token_(std::make_unique<uint64_t>()),
+    : segment_(segment), rank_(rank), size_(size), token_(std::make_unique<uint64_t>()),
       answers_(size, kUnknown) {
   RankBlock& own_block = segment.block(rank);
   // A value that probably no other process has at this address.

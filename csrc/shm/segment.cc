@@ -97,8 +97,7 @@ void Mapping::map(size_t bytes) {
 }
 
 Mapping::Mapping(Mapping&& other) noexcept
-    : fd_(std::exchange(other.fd_, -1)),
-      data_(std::exchange(other.data_, nullptr)),
+    : fd_(std::exchange(other.fd_, -1)), data_(std::exchange(other.data_, nullptr)),
       size_(std::exchange(other.size_, 0)) {}
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
@@ -135,11 +134,8 @@ size_t Segment::bytes_for(int ranks, bool has_channels) {
 }
 
 Segment::Segment(Mapping mapping, int ranks)
-    : mapping_(std::move(mapping)),
-      ranks_(ranks),
-      chunk_bytes_(chunk_for(ranks)),
-      records_per_channel_(records_for(ranks)),
-      data_bytes_(data_for(ranks)) {
+    : mapping_(std::move(mapping)), ranks_(ranks), chunk_bytes_(chunk_for(ranks)),
+      records_per_channel_(records_for(ranks)), data_bytes_(data_for(ranks)) {
   const size_t pairs = pairs_of(ranks);
   char* at = mapping_.data();
   // All counters are 0, because the file was created with zeros.

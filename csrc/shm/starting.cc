@@ -118,9 +118,7 @@ ShmGroup::Result ShmGroup::look_back(double seconds, bool& is_behind) {
   return operation->status == FL_OK ? nullptr : operation;
 }
 
-void ShmGroup::hand_over() {
-  queue_.submit(std::exchange(begun_, nullptr));
-}
+void ShmGroup::hand_over() { queue_.submit(std::exchange(begun_, nullptr)); }
 
 // True if all started collectives have ended. Does not sleep.
 bool ShmGroup::has_caught_up() {

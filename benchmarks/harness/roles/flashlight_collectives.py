@@ -25,10 +25,20 @@ def _batch(ops: Sequence[Op]) -> Call:
     return call
 
 
+def _new_batch(ops: Sequence[Op]) -> Call:
+    def call() -> None:
+        made = [fl.P2POp(kind, x, peer, tag) for kind, x, peer, tag in ops]
+        fl.batch_isend_irecv(made).wait()
+
+    return call
+
+
 class Flashlight(RankRole, CollectiveRole):
     """NumPy arrays; the kind "shared" is an array in shared memory, which is not copied."""
 
-    messages = Messages(fl.send, fl.recv, fl.isend, fl.irecv, _sendrecv, _batch)
+    messages = Messages(
+        fl.send, fl.recv, fl.isend, fl.irecv, _sendrecv, _batch, new_batch=_new_batch
+    )
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:

@@ -40,7 +40,8 @@ class Messages(NamedTuple):
 
     ``anybody`` is the source of a receive from any rank. ``sendrecv`` takes an array, its
     destination, another array,
-    its source and a tag; ``batch`` takes ops. Both return a call that can be repeated.
+    its source and a tag; ``batch`` takes ops. Both return a call that can be repeated. The calls of
+    ``new_batch`` describe the messages anew each time.
     """
 
     send: Transfer
@@ -51,6 +52,7 @@ class Messages(NamedTuple):
     batch: Callable[[Sequence[Op]], Call]
     wait_all: Callable[[list[Any]], object] = wait_each
     anybody: Any = None
+    new_batch: Callable[[Sequence[Op]], Call] | None = None
 
     def together(self, ops: Sequence[Op]) -> Call:
         """Return a call that starts each message separately and then waits for all."""
@@ -106,7 +108,10 @@ VERBS: dict[str, Callable[[int], Callable[[int], Expected | None]]] = {
     # Each rank keeps half of its elements and sends the other half to the next rank.
     "all_to_all, unequal": lambda n: _everywhere(1, 1, n),
     # To and from both neighbours in a ring.
-    "batch_isend_irecv": lambda n: lambda rank: Expected(1, (rank - 1) % n + 1, (rank - 1) % n + 1),
+    **dict.fromkeys(
+        ("batch_isend_irecv", "batch_isend_irecv, new ops"),
+        lambda n: lambda rank: Expected(1, (rank - 1) % n + 1, (rank - 1) % n + 1),
+    ),
     # Several fields to and from both neighbours; the results are from the rank before and the rank
     # after.
     "halo, batch": lambda n: lambda rank: Expected(2, (rank - 1) % n + 1, (rank + 1) % n + 1),
@@ -302,11 +307,11 @@ def _sendrecv(role: CollectiveRole, messages: Messages, x: Any) -> tuple[Call, A
     return messages.sendrecv(x, after, out, before, 0), out
 
 
-def _batch(role: CollectiveRole, messages: Messages, x: Any) -> tuple[Call, Any]:
+def _batch(role: CollectiveRole, messages: Messages, x: Any, new: bool = False) -> tuple[Call, Any]:
     out, other, (after, before) = x.repeat(1), x.repeat(1), role.neighbours()
     ops: list[Op] = [("send", x, after, 0), ("send", x, before, 1)]
     ops += [("recv", out, before, 0), ("recv", other, after, 1)]
-    return messages.batch(ops), out
+    return (messages.new_batch if new and messages.new_batch else messages.batch)(ops), out
 
 
 def _halo(role: CollectiveRole, messages: Messages, x: Any, batch: bool) -> tuple[Call, Any]:
@@ -368,6 +373,7 @@ _OF_MESSAGES: dict[str, Callable[[CollectiveRole, Messages, Any], tuple[Call, An
     "send_recv": _ping_pong,
     "sendrecv": _sendrecv,
     "batch_isend_irecv": _batch,
+    "batch_isend_irecv, new ops": partial(_batch, new=True),
     "halo, batch": partial(_halo, batch=True),
     "halo, sendrecv": partial(_halo, batch=False),
     "open messages": partial(_open, one_tag=False),

@@ -166,6 +166,7 @@ def sendrecv(
         return _complete(members, both[1], work)
 
 
+@native_entry(SENDRECV, recv_tag=...)
 def batch_isend_irecv(ops: Sequence[P2POp], *, group: Group = None) -> Work[list[Any]]:
     """Start several messages that run at the same time. Return one ``Work`` for all messages.
 

@@ -258,15 +258,16 @@ def store_result(value: Any, space: Output, back: Callable[[Array], Array] | Non
     return user_result(argument, part, array is not None)
 
 
-# Arguments of native code with their default values (``...``: none). ``_ALIASES`` maps the names in
+# Arguments of native code with their default values (``...``: none). ``_NAMES`` maps the names in
 # public functions to the names here.
 _GIVEN = {"x": ..., "out": None, "op": "sum", "scale": 1.0, "root": 0, "tag": 0, "async_op": False}
 _OF_PAIR = {"x": ..., "dst": ..., "out": ..., "src": ..., "tag": 0, "recv_tag": None, "": None}
-_ALIASES = {"xs": "x", "contiguous": "out", "partial": "op", "dst": "root", "src": "root"}
+_NAMES = {"xs": "x", "ops": "x", "contiguous": "out", "partial": "op", "dst": "root", "src": "root"}
 
 _make_entry: Any = None
 with contextlib.suppress(BackendUnavailableError):  # the first call then warns about the error
     _make_entry = _native.load_extension("fast").verb
+    P2POp.__new__ = _native.load_extension("fast").op_maker(P2POp.__new__)  # type: ignore[method-assign]
     # Entries are pickled by name. They can be methods, and repr() shows the wrapped function.
     _make_entry.__reduce__ = lambda entry: entry.__qualname__
     _make_entry.__get__ = lambda entry, one, _=None: (
@@ -288,7 +289,7 @@ def native_entry(verb: Verb, **constants: Any) -> Callable[[F], F]:
         defaults = {"verb": verb.code, **(_OF_PAIR if verb is SENDRECV else _GIVEN), "group": None}
         parameters = []
         for name, parameter in inspect.signature(function).parameters.items():
-            key = name if name in defaults else _ALIASES.get(name, name)
+            key = name if name in defaults else _NAMES.get(name, name)
             default = parameter.default
             if key in constants or key not in defaults:
                 key = "verb"  # native code does not get this argument

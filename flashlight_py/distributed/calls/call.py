@@ -220,7 +220,7 @@ class P2POp(_Fields):
 
     __slots__ = ()
 
-    # A tuple, because native code reads its fields quickly.
+    # A tuple, because native code reads its fields quickly. It also replaces this function.
     def __new__(
         cls, kind: MessageKind, x: Any, peer: int | None, tag: int = 0, partial: bool = False
     ) -> P2POp:
@@ -231,11 +231,7 @@ class P2POp(_Fields):
                     f"P2POp: kind must be 'send', 'recv', fl.isend or fl.irecv, got {kind!r}"
                 )
             kind = "send" if name == "isend" else "recv"
-        if type(peer) is not int:
-            peer = _plain(peer)
-        if type(tag) is not int:
-            tag = _plain(tag)
-        return tuple.__new__(cls, (kind, x, peer, tag, partial))
+        return tuple.__new__(cls, (kind, x, _plain(peer), _plain(tag), partial))
 
     __eq__ = object.__eq__  # two messages are equal only if they are one object
     __hash__ = object.__hash__
