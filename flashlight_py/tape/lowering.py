@@ -28,6 +28,7 @@ Steps = tuple[Shape, ...]  # for each operand its strides in bytes
 
 _MOST_DIMENSIONS = 8  # as in csrc/tape/tape.h
 _cached = functools.lru_cache(maxsize=1000, typed=True)  # some dtypes are equal to Python's types
+_MOST_MERGED = 50  # limits the time of a recording, which compares all operations of a loop
 _tape = _native.load_extension("tape")
 _blas = libraries.blas("sgemm", "dgemm", "sgemv", "dgemv", "sdot", "ddot")
 if _blas:
@@ -166,7 +167,6 @@ class Loops:
 
     @property
     def operands(self) -> list[Operand]:
-        """All operands of all operations."""
         return [operand for operation in self.operations for operand in operation.operands]
 
     def take(self, new: Loops) -> bool:
@@ -176,8 +176,8 @@ class Loops:
         """
         dimensions = max(self.dimensions, new.dimensions, key=len)
         first, second = self._spread_over(dimensions), new._spread_over(dimensions)
-        fits = len(dimensions) <= 2 and first and second and not first[-1].sums()
-        if not fits or (len(dimensions) > 1 and second[-1].sums()):
+        fits = len(dimensions) <= 2 and 0 < len(first) <= _MOST_MERGED and not first[-1].sums()
+        if not (fits and second) or (len(dimensions) > 1 and second[-1].sums()):
             return False
         if any(a.disturbs(b) or b.disturbs(a) for a in first for b in second):
             return False
