@@ -436,4 +436,4 @@ def test_batches_of_a_step_share_memory_and_native_loops(monkeypatch: pytest.Mon
         images = np.random.default_rng(0).random((count, 2, 3, 32, 32), np.float32)
         fl.capture(step)(images, np.zeros((count, 2), np.int64))
     assert max(sizes) < 1.2 * sizes[0]
-    assert {x.function for x in groups if isinstance(x, Note)} == {np.take_along_axis}
+    assert not any(isinstance(x.function, np.ufunc) for x in groups if isinstance(x, Note))
