@@ -27,6 +27,7 @@ GATES = {"tanh": 1, "gru": 3, "lstm": 4}
 # Returns the gradients of ``u`` and ``v`` (one if they are equal), and of h and c before the step.
 _Back: TypeAlias = Callable[[int, Array, Any], tuple[Any, Any]]
 _Prepare: TypeAlias = Callable[[], _Back]
+_Biases: TypeAlias = Sequence[Array]  # bias_ih and bias_hh
 
 
 def recurrent(
@@ -64,14 +65,14 @@ def recurrent(
     batch, time, hidden = _checked_sizes(kind, x.data, params, begin)
     is_lstm, steps = kind == "lstm", slice(None, None, -1 if reverse else 1)
     rows = widened(x.data).transpose(1, 0, 2)[steps].reshape(time * batch, -1)
-    inputs = rows @ widened(w_ih.data).T + widened(b_ih.data)
-    inputs, xp = inputs.reshape(time, batch, -1), array_module(inputs)
+    inputs = (rows @ widened(w_ih.data).T).reshape(time, batch, -1)
+    xp, biases = array_module(inputs), [widened(b_ih.data), widened(b_hh.data)]
     shape, dtype = inputs.shape, inputs.dtype
     states = xp.zeros((time + 1, batch, hidden), inputs.dtype)
     cells = xp.zeros_like(states) if is_lstm else states
     for variable, array in zip(begin, (states, cells), strict=False):
         array[0] = variable.data
-    prepare = _FORWARD[kind](xp, inputs, states, cells, widened(w_hh.data).T, widened(b_hh.data))
+    prepare = _FORWARD[kind](xp, inputs, states, cells, as_packed(widened(w_hh.data).T), biases)
     out = states[1:][steps]
     if is_lstm:  # one array has h of all steps and the last c
         out = xp.concatenate([out, cells[-1:]])
@@ -82,7 +83,7 @@ def recurrent(
         of_state, of_cell = xp.zeros_like(of_out[0]), wide[time] if is_lstm else None
         w, back = widened(w_hh.data), prepare()
         # "gru" multiplies v by r in n, so that the gradients of u and v differ.
-        sides = [xp.zeros(shape, dtype) for _ in range(2 if kind == "gru" else 1)]
+        sides = [xp.empty(shape, dtype) for _ in range(2 if kind == "gru" else 1)]
         for t in reversed(range(time)):
             slopes, (of_state, of_cell) = back(t, of_out[t] + of_state, of_cell)
             for side, slope in zip(sides, slopes, strict=True):
@@ -94,7 +95,9 @@ def recurrent(
         if x._calc_grad:
             of_x = (flat @ widened(w_ih.data)).reshape(time, batch, -1)[steps].transpose(1, 0, 2)
         of_weights = flat.T @ rows, added.T @ states[:-1].reshape(time * batch, -1)
-        return *of_weights, flat.sum(0), added.sum(0), of_x, of_state, of_cell
+        of_bias = flat.sum(0)
+        of_last = added.sum(0) if len(sides) > 1 else of_bias.copy()
+        return *of_weights, of_bias, of_last, of_x, of_state, of_cell
 
     operands = enumerate((*params, x, *begin))
     edges: list[Any] = [(v, lambda grads, index=index: grads[index]) for index, v in operands]
@@ -105,63 +108,58 @@ def recurrent(
     return (output, last, dimensions.index(result, (every, time))) if is_lstm else (output, last)
 
 
-def _tanh(xp: Any, inputs: Array, states: Array, _: Array, w: Array, bias: Array) -> _Prepare:
-    inputs += bias
+def _tanh(xp: Any, inputs: Array, states: Array, _: Array, w: Array, biases: _Biases) -> _Prepare:
+    bias = biases[0] + biases[1]
     for t in range(len(inputs)):
-        states[t + 1] = xp.tanh(inputs[t] + states[t] @ w)
-
-    def prepare() -> _Back:
-        slope = 1 - states[1:] * states[1:]
-        return lambda t, grad, _: ((grad * slope[t],), (None, None))
-
-    return prepare
+        states[t + 1] = xp.tanh(inputs[t] + states[t] @ w + bias)
+    return lambda: lambda t, grad, _: ((grad * (1 - states[t + 1] ** 2),), (None, None))
 
 
-def _lstm(xp: Any, inputs: Array, states: Array, cells: Array, w: Array, bias: Array) -> _Prepare:
+# An operation on the arrays of one step is faster than one on the arrays of all steps, which are
+# not in the cache. ``gates`` first contains the products of the inputs.
+def _lstm(xp: Any, gates: Array, states: Array, cells: Array, w: Array, b: _Biases) -> _Prepare:
     size = states.shape[2]
     i, f, g, o = [slice(k * size, (k + 1) * size) for k in range(4)]
-    scale = xp.full(4 * size, 0.5, inputs.dtype)  # sigmoid(x) = tanh(x / 2) / 2 + 1 / 2
+    scale = xp.full(4 * size, 0.5, gates.dtype)  # sigmoid(x) = tanh(x / 2) / 2 + 1 / 2
     scale[g] = 1
-    shift = xp.full(4 * size, 0.5, inputs.dtype)
+    shift = xp.full(4 * size, 0.5, gates.dtype)
     shift[g] = 0
-    inputs += bias
-    inputs *= scale
-    w, gates = w * scale, xp.zeros_like(inputs)
-    for t in range(len(inputs)):
-        now = states[t] @ w
-        now += inputs[t]
-        now = xp.tanh(now)
+    bias = b[0] + b[1]
+    for t in range(len(gates)):
+        now, cell = gates[t], cells[t + 1]
+        now += states[t] @ w
+        now += bias
+        now *= scale
+        xp.tanh(now, out=now)
         now *= scale
         now += shift
-        gates[t] = now
-        cells[t + 1] = now[:, f] * cells[t] + now[:, i] * now[:, g]
-        states[t + 1] = now[:, o] * xp.tanh(cells[t + 1])
+        xp.multiply(now[:, f], cells[t], out=cell)
+        cell += now[:, i] * now[:, g]
+        xp.multiply(now[:, o], xp.tanh(cell), out=states[t + 1])
 
-    def prepare() -> _Back:
-        squashed, slope = xp.tanh(cells[1:]), gates - shift
+    def back(t: int, grad: Array, of_cell: Any) -> Any:
+        now, squashed = gates[t], xp.tanh(cells[t + 1])
+        of_cell = of_cell + grad * now[:, o] * (1 - squashed * squashed)
+        slope = now - shift
         slope *= slope
         slope = scale * scale - slope
-        of_squashed = gates[:, :, o] * (1 - squashed * squashed)
+        factors = (now[:, g], of_cell), (cells[t], of_cell), (now[:, i], of_cell), (squashed, grad)
+        for gate, (factor, of) in zip((i, f, g, o), factors, strict=True):
+            part = slope[:, gate]
+            part *= factor
+            part *= of
+        return (slope,), (None, of_cell * now[:, f])
 
-        def back(t: int, grad: Array, of_cell: Any) -> Any:
-            now = gates[t]
-            of_cell = of_cell + grad * of_squashed[t]
-            parts = of_cell * now[:, g], of_cell * cells[t], of_cell * now[:, i], grad * squashed[t]
-            of_gates = xp.concatenate(parts, axis=1)
-            of_gates *= slope[t]
-            return (of_gates,), (None, of_cell * now[:, f])
-
-        return back
-
-    return prepare
+    return lambda: back
 
 
-def _gru(xp: Any, inputs: Array, states: Array, _: Array, w: Array, bias: Array) -> _Prepare:
+def _gru(xp: Any, inputs: Array, states: Array, _: Array, w: Array, biases: _Biases) -> _Prepare:
     size = states.shape[2]
     r, z, n = [slice(k * size, (k + 1) * size) for k in range(3)]
     gates, added = xp.zeros_like(inputs), xp.zeros_like(states)
+    inputs += biases[0]
     for t in range(len(inputs)):
-        hidden = states[t] @ w + bias
+        hidden = states[t] @ w + biases[1]
         both = xp.tanh((inputs[t, :, : 2 * size] + hidden[:, : 2 * size]) * 0.5) * 0.5 + 0.5
         new = xp.tanh(inputs[t, :, n] + both[:, r] * hidden[:, n])
         gates[t], added[t] = xp.concatenate([both, new], axis=1), hidden[:, n]
