@@ -69,10 +69,10 @@ bool Collectives::serve() {
   return served;
 }
 
-// Wait until the other ranks have read this rank's data.
-void Collectives::end_reading() {
+// Wait until the other ranks have read this rank's data, if it has any.
+void Collectives::end_reading(bool has_data) {
   pass_chunks(1);
-  for (int r = 0; r < size_; ++r) {
+  for (int r = 0; has_data && r < size_; ++r) {
     if (!reads(r)) continue;
     watch_.wait_and(segment_.block(r).drained, chunks_, r, [this] { return serve(); });
   }

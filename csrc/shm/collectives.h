@@ -174,7 +174,7 @@ class Collectives {
   void read(int rank, size_t begin, void* into, size_t bytes);
   void request_read(int rank, size_t begin, char* into, size_t bytes);
   bool serve();
-  void end_reading();
+  void end_reading(bool has_data);
 
   using Produce = std::function<void(uint32_t chunk, char* slot)>;
   using Consume = std::function<void(uint32_t chunk, uint32_t filled)>;

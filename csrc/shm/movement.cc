@@ -151,7 +151,7 @@ void Collectives::move_rows(const fl_signature& signature, const Rows& rows, con
     for (int r = 0; rows.receives && r < size_; ++r) {
       if (r != rank_) read(r, 0, into + rows.begin[r], rows.bytes(r));
     }
-    end_reading();
+    end_reading(rows.bytes(rank_) > 0);
   } else {
     stream_rows(rows, static_cast<const char*>(data), into);
   }

@@ -13,8 +13,8 @@ struct ProcessCache {
 // If each rank has a core, waits usually end after some hundred nanoseconds, and polling costs less than
 // sleep and wake-up. Otherwise the awaited rank may need this core.
 Patience patience_for(int ranks) {
-  constexpr int kSpins = sized(16000, 1), kYields = sized(200, 1);
-  return ranks <= processors() ? Patience{kSpins, kYields} : Patience{0, kYields};
+  constexpr int kSpins = sized(16000, 1), kYields = sized(200, 1), kYieldsOfMany = sized(1000, 1);
+  return ranks <= processors() ? Patience{kSpins, kYields} : Patience{0, kYieldsOfMany};
 }
 
 uint64_t pid_namespace() {

@@ -60,8 +60,9 @@ void Collectives::reduce(const fl_signature& signature, void* data) {
   }
   char* array = static_cast<char*>(data);
   if (choose(signature, bytes) == kDirectly) {
-    if (rank_ == signature.root) reduce_read(signature, 0, array, count, array);
-    end_reading();
+    only_reader_ = signature.root;
+    if (rank_ == only_reader_) reduce_read(signature, 0, array, count, array);
+    end_reading(true);
   } else if (size_ <= kFewRanks && !is_costly(signature.dtype)) {
     const bool is_root = rank_ == signature.root;
     combine_shown(signature, array, chunk_for(bytes), size_, !is_root, is_root);

@@ -150,7 +150,7 @@ void Collectives::read_sections(const Sections& sections, const char* data, char
     }
     into += bytes;
   }
-  end_reading();
+  end_reading(sections.bytes_of(rank_) > 0);
 }
 
 void Collectives::reduce_scatter(const fl_signature& signature, const void* data, void* output) {
@@ -174,7 +174,7 @@ void Collectives::reduce_sections(const fl_signature& signature, const Sections&
   char* into = static_cast<char*>(output);
   if (choose(signature, bytes) == kDirectly) {
     reduce_read(signature, own_begin, static_cast<const char*>(data) + own_begin, part, into);
-    end_reading();
+    end_reading(true);
   } else {
     const Routes routes = routes_of(sections);
     const Route& route = routes.give[rank_];

@@ -10,6 +10,8 @@ namespace stress {
 
 REACH(CollectivesOfGroup, fl::Collectives fl::ShmGroup::*, &fl::ShmGroup::collectives_);
 REACH(ChoiceOfCalls, fl::Choice fl::Collectives::*, &fl::Collectives::choice_);
+REACH(FamilyOfGroup, const std::shared_ptr<fl::Family> fl::ShmGroup::*, &fl::ShmGroup::family_);
+REACH(EndsOfRings, std::unique_ptr<fl::Rings::Ends[]> fl::Rings::*, &fl::Rings::ends_);
 
 }  // namespace stress
 
@@ -42,6 +44,11 @@ struct Member {
   // `choices`: initial number of calls of each verb.
   Member(int rank, int ranks, int choices) : rank(rank), ranks(ranks), group(nullptr) {
     group = std::make_unique<fl::ShmGroup>(map(0, rank, fl::Segment::bytes_for(ranks)), rank, ranks).release();
+    // The choice of rank 0 begins with direct reads of large messages, and the choice of other ranks with chunks.
+    fl::Rings& rings = (group->*member_of(stress::FamilyOfGroup()))->rings;
+    for (int r = 0; r < ranks; ++r) {
+      (rings.*member_of(stress::EndsOfRings()))[r].choice = fl::Choice(2, rank == 0 ? 3 : 0);
+    }
     if (choices == 0) return;
     fl::Collectives& collectives = group->*member_of(stress::CollectivesOfGroup());
     collectives.*member_of(stress::ChoiceOfCalls()) = fl::Choice(FL_VERBS, static_cast<uint32_t>(choices));
