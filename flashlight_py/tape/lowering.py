@@ -41,7 +41,7 @@ def need(condition: object) -> None:
         raise ValueError("the note needs a native instruction with the bits of NumPy")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Piece:
     """A range of memory: an ``array`` that the step created, an argument, or other memory.
 
@@ -155,7 +155,7 @@ class Elementwise(NamedTuple):
         return False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Loops:
     """Operations that one loop runs over the same elements.
 
@@ -201,16 +201,16 @@ Group = Loops | Instruction | Note  # each becomes one instruction; a note becom
 
 def lowered(notes: Sequence[Note], memory: Memory) -> list[Group]:
     """Translate ``notes`` to groups, one per instruction. May add arrays to ``memory``."""
-    groups: list[Group] = []
+    groups, rules = list[Group](), _Rules(memory)
     for note in notes:
-        for new in _instructions(note, memory):
+        for new in _instructions(note, rules):
             last = groups[-1] if groups else None
             if not (isinstance(last, Loops) and isinstance(new, Loops) and last.take(new)):
                 groups.append(new)
     return groups
 
 
-def _instructions(note: Note, memory: Memory) -> Sequence[Group]:
+def _instructions(note: Note, rules: _Rules) -> Sequence[Group]:
     if note.required is not None:
         return [Instruction(("require",), note.operands[-1:])]
     if type(note.function) is Kernel:
@@ -219,15 +219,14 @@ def _instructions(note: Note, memory: Memory) -> Sequence[Group]:
         work = sum(operand.array.size for operand in note.operands)
         begin = "native", note.function.address, work, sizes, numbers, are_given
         return [Instruction(begin, note.operands)]
-    rule = _RULES.get(note.function)
-    if rule is None and type(note.function) is np.ufunc:
-        rule = _Rules.elementwise
-    elif rule is None and type(getattr(note.function, "__self__", None)) is np.ufunc:
+    rule = _Rules.elementwise if type(note.function) is np.ufunc else _RULES.get(note.function)
+    if rule is None and type(getattr(note.function, "__self__", None)) is np.ufunc:
         rule = _Rules.reduction if note.function.__name__ == "reduce" else None
     if rule is None or note.effect or (note.made and note.changed):
         return [note]
+    rules.groups = []
     try:
-        rule(rules := _Rules(memory), note)
+        rule(rules, note)
     except (TypeError, ValueError):  # raised by need() and resolve_dtypes()
         return [note]
     return rules.groups

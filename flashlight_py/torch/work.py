@@ -31,13 +31,12 @@ _kept: set[TensorWork] | None = set() if torch.__version__ < "2.7" else None
 
 def as_torchs(error: DistributedError) -> Exception:
     """Return ``error`` as an instance of its class and of DistBackendError."""
-    converted: Exception = error
     if isinstance(error, dist.DistBackendError):
-        return converted
+        return error  # type: ignore[no-any-return]
     kind = type(error)
     if kind not in _types:
         _types[kind] = type(kind.__name__, (dist.DistBackendError, kind), {"__doc__": kind.__doc__})
-    converted = _types[kind](*error.args)
+    converted: Exception = _types[kind](*error.args)
     converted.__dict__.update(error.__dict__)
     return converted.with_traceback(error.__traceback__)
 
