@@ -7,7 +7,7 @@ a native kernel, array operations compute one matrix product per element of the 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -182,7 +182,7 @@ def pool2d(
     """
     x = as_floating(as_variable(x))
     options = pool_options("pool2d", kernel, stride, padding, mode)
-    w = _windows("pool2d", x, "[batch, channels, height, width]", (0, 0), *options)
+    w = _windows("pool2d", x.shape, "[batch, channels, height, width]", (0, 0), *options)
     images, of_all = _rows(x.data), "_of_all" if count_padding else ""
 
     def mean(w: _Windows, images: Array) -> Array:
@@ -285,15 +285,15 @@ def _counts(w: _Windows, like: Array, count_padding: bool) -> Array | int:
     return _sums(w._replace(inputs=shape), array_module(like).full(shape, 1, like.dtype))
 
 
-# Checks of arguments -----------------------------------------------------------------------------
-
-
 def as_two(name: str, value: Any, least: int) -> _Two:
     """Return an option as (down, across). ``name`` appears in errors.
 
     Raises TypeError if ``value`` is not an integer or a pair of integers, and ValueError if a
     number is below ``least`` or at least 2**31.
     """
+    is_usual = type(value) is tuple and [*map(type, value)] == [int, int]
+    if is_usual and least <= min(value) <= max(value) < 2**31:
+        return value  # type: ignore[no-any-return]
     two = (value, value) if isinstance(value, (int, np.integer)) else value
     is_pair = isinstance(two, (tuple, list)) and len(two) == 2
     if not is_pair or any(type(n) is not int and not isinstance(n, np.integer) for n in two):
@@ -353,29 +353,31 @@ def _windows_of_conv(
         raise ValueError(f"conv2d: expected bias of shape ({out},), got {bias.shape}")
     ends = in_group * groups, out
     expected = f"[batch, {ends[0]}, height, width] for a weight of shape {shape} and {groups=}"
-    return _windows("conv2d", x, expected, ends, kernel, stride, pad, dilation, groups)
+    sizes = tuple(kernel), stride, pad, dilation, groups
+    return _windows("conv2d", x.shape, expected, ends, *sizes)
 
 
+@lru_cache
 def _windows(
-    name: str, x: Variable, expected: str, ends: _Two, kernel: Any, stride: Any, pad: Any,
-    dilation: Any = (1, 1), groups: int = 1,
+    name: str, shape: tuple[int, ...], expected: str, ends: _Two, kernel: _Two, stride: _Two,
+    pad: _Two, dilation: _Two = (1, 1), groups: int = 1,
 ) -> _Windows:  # fmt: skip
     """Return the sizes. ``ends``: channels of ``x`` and of the result, or (0, 0) for pooling."""
-    if x.ndim != 4 or not all(x.shape[:2]) or ends[0] not in (0, x.shape[1]):
-        raise ValueError(f"{name}: expected x of shape {expected}, not empty, got {x.shape}")
-    batch, channels, *size = x.shape
+    if len(shape) != 4 or not all(shape[:2]) or ends[0] not in (0, shape[1]):
+        raise ValueError(f"{name}: expected x of shape {expected}, not empty, got {shape}")
+    batch, channels, *size = shape
     spans = [step * (k - 1) + 1 for step, k in zip(dilation, kernel, strict=True)]
     beyond = [n + 2 * p - span for n, p, span in zip(size, pad, spans, strict=True)]
     if min(beyond) < 0 or not min(size):
         raise ValueError(
-            f"{name}: expected windows that fit in x of shape {x.shape} with padding {tuple(pad)}, "
+            f"{name}: expected windows that fit in x of shape {shape} with padding {tuple(pad)}, "
             f"got {spans[0]} x {spans[1]} pixels. Use a smaller kernel or more padding"
         )
     down, across = (rest // step + 1 for rest, step in zip(beyond, stride, strict=True))
     inputs = batch, size[0], size[1], channels
     outputs = batch, down, across, ends[1] or channels
     if math.prod(outputs) >= 2**60:
-        shape = batch, outputs[3], down, across
-        raise ValueError(f"{name}: results must have less than 2**60 elements, got shape {shape}")
+        out = batch, outputs[3], down, across
+        raise ValueError(f"{name}: results must have less than 2**60 elements, got shape {out}")
     numbers = *inputs, *outputs[1:], *kernel, *stride, *pad, *dilation, groups
-    return _Windows(inputs, outputs, tuple(kernel), stride, pad, dilation, groups, numbers)
+    return _Windows(inputs, outputs, kernel, stride, pad, dilation, groups, numbers)
