@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <limits>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -19,10 +21,10 @@ using namespace convolving;
 
 // The argument `sizes` of these kernels contains the fields of Windows.
 const Row convolutions[] = {
-    FL_BOTH("conv_forward", "0456 0123 6378/f 6", true, forward),
-    FL_BOTH("conv_to_input", "0123 0456 6378/f", true, to_input),
-    FL_BOTH("conv_to_weight", "6378/f 0456 0123", true, to_weight),
-    FL_BOTH("conv_to_bias", "6 0456", false, to_bias),
-    {nullptr, nullptr, nullptr, false}};
+    FL_BOTH("conv_forward", "0456 0123 6378/f 6", forward),
+    FL_BOTH("conv_to_input", "0123 0456 6378/f", to_input),
+    FL_BOTH("conv_to_weight", "6378/f 0456 0123", to_weight),
+    FL_BOTH("conv_to_bias", "6 0456", to_bias),
+    {nullptr, nullptr, nullptr}};
 
 }  // namespace fl::nn

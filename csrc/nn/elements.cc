@@ -16,11 +16,11 @@ enum { VALUE, VALUE_AND_SLOPE, GRADIENT };
 }  // namespace
 
 #define FL_MAPPED(name, function)                                     \
-  FL_BOTH(name, "0 0", false, elementwise, , function, VALUE),        \
-      FL_BOTH(name "_with_slope", "0 0 0", false, elementwise, , function, VALUE_AND_SLOPE)
-const Row elements[] = {FL_BOTH("take_rows", "01 21 I0", false, take_rows),
-                        FL_BOTH("add_rows", "21 01 I0", false, add_rows),
-                        FL_BOTH("dropout", "0 0 I", false, dropout),
+  FL_BOTH(name, "0 0", elementwise, , function, VALUE),        \
+      FL_BOTH(name "_with_slope", "0 0 0", elementwise, , function, VALUE_AND_SLOPE)
+const Row elements[] = {FL_BOTH("take_rows", "01 21 I0", take_rows),
+                        FL_BOTH("add_rows", "21 01 I0", add_rows),
+                        FL_BOTH("dropout", "0 0 I", dropout),
                         FL_MAPPED("gelu", GELU),
                         FL_MAPPED("gelu_by_tanh", GELU_BY_TANH),
                         FL_MAPPED("silu", SILU),
@@ -28,11 +28,11 @@ const Row elements[] = {FL_BOTH("take_rows", "01 21 I0", false, take_rows),
                         FL_MAPPED("softplus", SOFTPLUS),
                         FL_MAPPED("elu", ELU),
                         FL_MAPPED("leaky_relu", LEAKY_RELU),
-                        FL_BOTH("relu_back", "0 0 0", false, elementwise, , RELU, GRADIENT),
-                        FL_BOTH("softmax", "01 01", false, softmax, , false),
-                        FL_BOTH("softmax_back", "01 01 01", false, softmax_back, , false),
-                        FL_BOTH("log_softmax", "01 01", false, softmax, , true),
-                        FL_BOTH("log_softmax_back", "01 01 01", false, softmax_back, , true),
-                        {nullptr, nullptr, nullptr, false}};
+                        FL_BOTH("relu_back", "0 0 0", elementwise, , RELU, GRADIENT),
+                        FL_BOTH("softmax", "01 01", softmax, , false),
+                        FL_BOTH("softmax_back", "01 01 01", softmax_back, , false),
+                        FL_BOTH("log_softmax", "01 01", softmax, , true),
+                        FL_BOTH("log_softmax_back", "01 01 01", softmax_back, , true),
+                        {nullptr, nullptr, nullptr}};
 
 }  // namespace fl::nn

@@ -14,21 +14,17 @@
 
 namespace fl::nn {
 
-Blas blas;
-
 namespace {
 
 constexpr Py_ssize_t MOST_ARRAYS = 16, MOST_SIZES = 32, MOST_NUMBERS = 8;
 
-/* find(name): return the address of the kernel's row, or None if it needs BLAS and no BLAS is available. */
+/* find(name): return the address of the kernel's row. */
 PyObject* find(PyObject*, PyObject* name) {
   const char* wanted_name = PyUnicode_AsUTF8AndSize(name, nullptr);
   if (wanted_name == nullptr) return nullptr;
   for (const Row* rows : {convolutions, pools, norms, attentions, elements}) {
     for (const Row* row = rows; row->name != nullptr; ++row) {
-      if (std::strcmp(row->name, wanted_name) != 0) continue;
-      if (row->needs_blas && blas.gemm[0] == nullptr) Py_RETURN_NONE;
-      return PyLong_FromVoidPtr(const_cast<Row*>(row));
+      if (std::strcmp(row->name, wanted_name) == 0) return PyLong_FromVoidPtr(const_cast<Row*>(row));
     }
   }
   return PyErr_Format(PyExc_LookupError, "unknown kernel %s", wanted_name);
@@ -139,22 +135,11 @@ PyObject* call(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-/* use_blas(is_long, sgemm, dgemm): store the addresses of BLAS functions. */
-PyObject* use_blas(PyObject*, PyObject* args) {
-  int is_long;
-  Py_ssize_t at[2];
-  if (!PyArg_ParseTuple(args, "pnn", &is_long, &at[0], &at[1])) return nullptr;
-  for (int i = 0; i < 2; ++i) blas.gemm[i] = reinterpret_cast<void*>(at[i]);
-  blas.is_long = is_long != 0;
-  Py_RETURN_NONE;
-}
-
 PyMethodDef methods[] = {{"find", find, METH_O, nullptr},
                          {"call", call, METH_VARARGS, nullptr},
                          {"begin_pass", begin_pass_here<8>, METH_NOARGS, nullptr},
                          {"give_back", begin_pass_here<0>, METH_NOARGS, nullptr},
                          {"kept_bytes", kept_bytes_now, METH_NOARGS, nullptr},
-                         {"use_blas", use_blas, METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_nn",   nullptr, -1,     methods,
                           nullptr,               nullptr, nullptr, nullptr};

@@ -15,12 +15,12 @@ using namespace pooling;
 }  // namespace
 
 // The argument `sizes` of these kernels contains the fields of Windows.
-const Row pools[] = {FL_BOTH("pool_largest", "0456 0123", false, largest),
-                     FL_BOTH("pool_spread_largest", "0123 0456 0123 0456", false, spread_largest),
-                     FL_BOTH("pool_mean", "0456 0123", false, mean, , false),
-                     FL_BOTH("pool_mean_of_all", "0456 0123", false, mean, , true),
-                     FL_BOTH("pool_spread_mean", "0123 0456", false, spread_mean, , false),
-                     FL_BOTH("pool_spread_mean_of_all", "0123 0456", false, spread_mean, , true),
-                     {nullptr, nullptr, nullptr, false}};
+const Row pools[] = {FL_BOTH("pool_largest", "0456 0123", largest),
+                     FL_BOTH("pool_spread_largest", "0123 0456 0123 0456", spread_largest),
+                     FL_BOTH("pool_mean", "0456 0123", mean, , false),
+                     FL_BOTH("pool_mean_of_all", "0456 0123", mean, , true),
+                     FL_BOTH("pool_spread_mean", "0123 0456", spread_mean, , false),
+                     FL_BOTH("pool_spread_mean_of_all", "0123 0456", spread_mean, , true),
+                     {nullptr, nullptr, nullptr}};
 
 }  // namespace fl::nn

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py import _native, libraries
+from flashlight_py import _native
 from flashlight_py.autograd.graph import EndCallback, Leaf, Node, Part, Target, Walk, this_thread
 from flashlight_py.device import Array, array_module
 
@@ -107,10 +107,7 @@ def in_backward() -> bool:
 @functools.cache
 def extension() -> Any | None:
     """Return the compiled module of csrc/nn, or None if it was not built."""
-    module = _native.optional("nn", "layers compute with NumPy alone, several times slower")
-    if module is not None and (blas := libraries.blas("sgemm", "dgemm")):
-        module.use_blas(*blas)
-    return module
+    return _native.optional("nn", "layers compute with NumPy alone, several times slower")
 
 
 def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:

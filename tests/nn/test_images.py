@@ -21,7 +21,7 @@ Options = dict[str, Any]
 
 
 class Conv(NamedTuple):
-    """Shapes of input and weight, and options. From 16 channels, 3 x 3 kernels use tiles."""
+    """Shapes of input and weight, and options. From 32 channels, 3 x 3 kernels use tiles."""
 
     name: str
     x: Shape
@@ -32,9 +32,10 @@ class Conv(NamedTuple):
 CONVOLUTIONS = [
     Conv("plain", (2, 3, 5, 6), (4, 3, 3, 3)),
     Conv("one channel", (2, 1, 9, 9), (2, 1, 5, 5), {"padding": 4}),
-    Conv("by tiles", (2, 16, 6, 8), (16, 16, 3, 3), {"padding": 1}),
-    Conv("by tiles that are cut", (2, 17, 5, 7), (19, 17, 3, 3), {"padding": (0, 2)}),
-    Conv("by tiles of a long image", (1, 32, 9, 4), (16, 32, 3, 3), {"padding": "same"}),
+    Conv("by tiles", (2, 32, 6, 8), (32, 32, 3, 3), {"padding": 1}),
+    Conv("by tiles that are cut", (2, 33, 5, 7), (35, 33, 3, 3), {"padding": (0, 2)}),
+    Conv("by several blocks of tiles", (12, 32, 32, 32), (150, 32, 3, 3), {"padding": 1}),
+    Conv("by tiles of a long image", (1, 40, 9, 4), (32, 40, 3, 3), {"padding": "same"}),
     Conv("stride", (2, 16, 7, 7), (16, 16, 3, 3), {"stride": 2, "padding": 1}),
     Conv("every pair", (2, 4, 8, 8), (6, 4, 2, 3),
         {"stride": (1, 2), "padding": (1, 0), "dilation": (2, 1)}),
@@ -45,7 +46,10 @@ CONVOLUTIONS = [
     Conv("1 x 1, stride", (3, 4, 5, 5), (6, 4, 1, 1), {"stride": 2}),
     Conv("1 x 1, groups", (3, 4, 5, 5), (6, 2, 1, 1), {"groups": 2}),
     Conv("1 x 1, padding", (2, 2, 3, 3), (2, 2, 1, 1), {"padding": 2}),
-    Conv("several blocks", (2, 30, 40, 40), (3, 30, 7, 7), {"padding": 3}),
+    Conv("several chunks", (7, 30, 20, 20), (3, 30, 7, 7), {"padding": 3}),
+    Conv("chunks of rows", (1, 5, 80, 90), (9, 5, 2, 2), {"padding": 2, "stride": (1, 2)}),
+    Conv("stride beyond the window", (2, 3, 9, 11), (4, 3, 2, 1), {"stride": (3, 4)}),
+    Conv("elements that meet no image", (2, 3, 2, 2), (4, 3, 3, 3), {"padding": 6, "dilation": 5}),
 ]  # fmt: skip
 POOLS: list[tuple[Options, str]] = [
     ({"kernel": 2}, "F.max_pool2d(x, 2)"),
@@ -177,7 +181,7 @@ def test_dtypes_are_promoted_and_gradients_keep_their_own() -> None:
 
 def test_layer_chain_keeps_channels_last() -> None:
     x = param(arrays_of(CONVOLUTIONS[2], "float32")[0])
-    first = F.relu(F.conv2d(x, param(np.ones((16, 16, 3, 3), "float32")), padding=1))
+    first = F.relu(F.conv2d(x, param(np.ones((16, 32, 3, 3), "float32")), padding=1))
     result = F.pool2d(first, 2)
     for array in (first.array, result.array):
         assert array.transpose(0, 2, 3, 1).flags.c_contiguous

@@ -74,7 +74,7 @@ def conv2d(
     ``y[n, o, i, j] = bias[o] + sum over c, p, q of weight[o, c, p, q] * x[n, c', i * stride + p *
     dilation - padding, j * stride + q * dilation - padding]``, with zeros around the images. ``c'``
     is channel ``c`` of the group of ``o``. float16 is computed in float32. Windows of 3 x 3 with
-    stride 1 and at least 16 channels use Winograd's F(2 x 2, 3 x 3). With Winograd, an infinite
+    stride 1 and at least 32 channels use Winograd's F(2 x 2, 3 x 3). With Winograd, an infinite
     element makes neighbouring results nan.
 
     Args:
