@@ -109,7 +109,7 @@ class Choice {
   // disturb all first calls.
   static constexpr uint32_t kTryEvery = 256;
   // A path that costs more than kHopeless times the best path gets only every kTryHopeless-th of its trials.
-  static constexpr int kHopeless = 3;
+  static constexpr int kHopeless = 2;
   static constexpr uint32_t kTryHopeless = 9;  // odd, because trials alternate between the two other paths
 
   struct History {

@@ -13,9 +13,8 @@
 
 /* Copy the call's fl_match or fl_room, if any, to new bytes that can outlive the call. Else return None. */
 static PyObject *kept_room(plain_call *call) {
-  const size_t bytes = call->output == &call->room    ? sizeof call->room
-                       : call->output == &call->match ? sizeof call->match
-                                                      : 0;
+  const size_t match_bytes = call->output == &call->match ? sizeof call->match : 0;
+  const size_t bytes = call->output == &call->room ? sizeof call->room : match_bytes;
   if (bytes == 0) Py_RETURN_NONE;
   PyObject *room = PyBytes_FromStringAndSize(call->output, (Py_ssize_t)bytes);
   if (room != NULL) call->output = PyBytes_AsString(room);

@@ -206,8 +206,8 @@ static int has_ended(const work_object *work) { return work->owner == NULL; }
 static int wait_for(work_object *work) {
   PyObject *owner = work->owner; /* the wait may complete and release the operation */
   Py_INCREF(owner);
-  fl_status status;
-  do {
+  fl_status status = status_of(work, 0); /* without releasing the GIL */
+  while (status == FL_PENDING && work->python == NULL) {
     ++work->waiting;
     Py_BEGIN_ALLOW_THREADS;
     status = status_of(work, SLICE_SECONDS);
@@ -217,7 +217,7 @@ static int wait_for(work_object *work) {
       Py_DECREF(owner);
       return -1;
     }
-  } while (status == FL_PENDING && work->python == NULL);
+  }
   int result = (int)status;
   if (status == FL_OK && work->waiting == 0 && work->python == NULL && work->owner != NULL) {
     if (settle(work)) {
