@@ -3,14 +3,10 @@
     python benchmarks/hosts.py --links "1 Gbit/s" --verbs all_reduce --json hosts.json
 
 The hosts are the Linux namespaces of tests/cluster, connected by a switch whose cables have a rate,
-a delay
-and a loss. The ranks of all hosts and the switch share the cores of this machine. Therefore two
-ranks on each of
-two hosts are compared with torch only, whose ranks wait in the same way. The method is the method
-of all_reduce.py, and the rows are the rows of collectives.py. By default, messages and verbs that
-are not
-limited by bandwidth are measured at 1 Gbit/s only. The wire's time is the time for the bytes that
-the busiest cable must carry in one direction, in full frames.
+a delay and a loss. The ranks of all hosts and the switch share the cores of this machine. The
+method is the method of all_reduce.py, and the rows are the rows of collectives.py. By default,
+messages and verbs that are not limited by bandwidth are measured at 1 Gbit/s only. The wire's time
+is the time for the bytes that the busiest cable must carry in one direction, in full frames.
 """
 
 import argparse
@@ -125,9 +121,7 @@ def measure(
             peers = collective_peers(options, ranks, conductor.absent)
             entrants = [Contender(OURS, on_hosts(ours("flashlight_collectives")), ranks)]
             entrants += [
-                dataclasses.replace(peer, library=on_hosts(peer.library))
-                for peer in peers
-                if peer.title == TORCH or shape != "2 x 2"
+                dataclasses.replace(peer, library=on_hosts(peer.library)) for peer in peers
             ]
             return [
                 conductor.measure(_case(verb, nbytes, ranks), entrants)
@@ -152,7 +146,7 @@ def verdicts(cases: Sequence[NetworkCase], absent: Mapping[str, str]) -> list[Ve
     for case in cases:
         far = case.link == "5 ms"
         judged.append(_beside(case, TORCH, absent, 1.2 if far else 1.0, 0))
-        if not far and case.shape != "2 x 2":
+        if not far:
             judged.append(_beside(case, MPI, absent, 1.0, 4 << 10))
         judged.append(_beside_the_wire(case))
     return [verdict for verdict in judged if verdict.reached is not None or absent]

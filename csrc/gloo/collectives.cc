@@ -1,84 +1,50 @@
 // Start of a collective: every rank announces its call to every other rank.
 #include "collectives.h"
 
-#include <sys/mman.h>
-
 #include "../common/signature.h"
 
 namespace fl {
+
+// True if the caller needs the signatures of other ranks.
+static bool needs_report(const fl_signature& call) { return shapes_are_wanted(call.verb) || call.ndim == FL_ANY; }
 
 Collectives::Collectives(Mesh& mesh)
     : mesh_(mesh),
       rank_(mesh.rank),
       size_(mesh.size),
       uses_relay_(size_ > Mesh::kDirect),
-      outgoing_(frames(size_ * (uses_relay_ ? 1 : kLeaving))),
-      incoming_(frames(size_ * turns())),
-      outgoing_buffers_(size_),
-      incoming_buffers_(size_),
-      leaving_(size_),
+      counters_(size_),
       received_(size_),
-      own_calls_(uses_relay_ ? 0 : kMostAhead + 1),
-      relay_(mesh) {}
+      arrived_(size_),
+      entries_(uses_relay_ ? 0 : size_ * kTurns),
+      texts_(uses_relay_ ? 0 : size_ * kTexts),
+      compared_texts_(size_),
+      relay_(mesh) { make_bytes(8 << 20); }  // raises if memory runs out: Gloo's thread, which needs some, cannot
 
-Collectives::~Collectives() = default;
-
-void Collectives::Frame::set_site(const fl_site& site) {
-  const size_t bytes = strnlen(site.text, sizeof site.text - 1) + 1;
-  site_bytes = (bytes + 15) / 16 * 16;
-  std::memcpy(data, site.text, bytes);
+fl_signature Collectives::Entry::call(uint32_t number) const {
+  fl_signature call = text->signature;
+  call.sequence = sequence_of(number);
+  return call;
 }
-
-fl_site Collectives::Frame::site() const {
-  fl_site site{};
-  std::memcpy(site.text, data, std::min<size_t>(site_bytes, sizeof site.text));
-  return site;
-}
-
-// Return zeroed frames. Huge pages are disabled, because most pages of this memory are never accessed.
-Collectives::Frames Collectives::frames(size_t count) {
-  const size_t bytes = count * sizeof(Frame);
-  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  madvise(memory, bytes, MADV_NOHUGEPAGE);
-  return Frames(static_cast<Frame*>(memory), Unmap{bytes});
-}
-
-void Collectives::Unmap::operator()(Frame* memory) const { munmap(memory, bytes); }
 
 void Collectives::open() {
   last_.reset(size_);
   compares_at_once_ = mesh_.compares_at_once();
-  const uint32_t leaving = uses_relay_ ? 1 : kLeaving;
-  for (int r = 0; r < size_; ++r) {
-    outgoing_buffers_[r] = mesh_.buffer(&outgoing_[r * leaving], leaving * sizeof(Frame));
-    incoming_buffers_[r] = mesh_.buffer(&incoming_[r * turns()], turns() * sizeof(Frame));
-  }
   has_begun_ = false;
   const auto neighbours = mesh_.neighbours();
   const auto connected = [&](int peer) { return mesh_.is_connected(peer); };
   if (std::all_of(neighbours.begin(), neighbours.end(), connected)) begin();
 }
 
-// Post the receives for the first headers. The neighbours must be connected.
+// Prepare to receive headers. The neighbours must be connected.
 void Collectives::begin() {
   has_begun_ = true;
   if (uses_relay_) return relay_.open();
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    for (uint32_t number = 1; number <= kTurns; ++number) post_header(r, number, number == kTurns);
+    counters_[r] = mesh_.buffer(nullptr, 0);
+    mesh_.listen(*counters_[r], r);
   }
-}
-
-// Wait until the payloads of send_separately() have been sent.
-void Collectives::await_pending() {
-  for (int r : pending_) waiter_->sent(*outgoing_buffers_[r], r);
-  pending_.clear();
-}
-
-// Post a receive for the header of call `number` of rank r. If `grants`, permit rank r to send headers.
-void Collectives::post_header(int r, uint32_t number, bool grants) {
-  mesh_.expect(*incoming_buffers_[r], r, kHeaderSlot, number % kTurns * sizeof(Frame), sizeof(Frame), grants);
 }
 
 // Send this rank's call to every rank, with the range give[r] of `data` for rank r if this range is small.
@@ -94,11 +60,12 @@ void Collectives::exchange_calls(Call& call, const void* data, const Parts& give
       begin();
     }
     if (!uses_relay_) return enter(call, data, give);
-    const size_t common = common_bytes(give);
-    relay_calls(call, data, give, common);
+    const char* const source = static_cast<const char*>(data);
+    const Part common = common_part(give);
+    relay_.exchange(call.signature, call.site, source + common.begin, common.bytes, call.waiter);
     store_calls(call);
     if (!are_one_call(call.report.calls.data(), size_)) throw Mismatch(call.report);
-    if (common == 0) send_separately(data, give);
+    if (common.bytes == 0) send_separately(source, give);
   } catch (const TimedOut& failure) {
     // If a peer has ended the group, report its reason: the awaited rank may be late because of that peer.
     if (mesh_.has_farewell()) throw mesh_.explain(failure.missing[0], failure.what());
@@ -114,7 +81,8 @@ void Collectives::exchange_calls(Call& call, const void* data, const Parts& give
 // is moved and every rank raises.
 
 void Collectives::enter(Call& call, const void* data, const Parts& give) {
-  while (calls_ + 1 - compared_ > kMostAhead) compare_call(compared_ + 1);
+  const uint32_t most_ahead = longest(give) > kFewBytes ? kFewAhead : kMostAhead;
+  while (calls_ + 1 - compared_ > most_ahead) compare_call(compared_ + 1);
   ++calls_;
   const Ranks needed = compares_at_once_ ? Ranks{0, size_} : needed_by(rank_, call.signature);
   const bool is_ahead = needed.count() < size_;
@@ -147,37 +115,30 @@ Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
 
 void Collectives::announce(const fl_signature& signature, const fl_site& site, const void* data, const Parts& give,
                            WaitMode mode) {
-  const char* const source = static_cast<const char*>(data);
-  const uint32_t read = compared_;  // frames of calls up to this number are free
+  char* const source = static_cast<char*>(const_cast<void*>(data));
   awaited_ = calls_;
-  own_calls_[calls_ % own_calls_.size()] = {signature, site, mode};
+  Text text{signature, site, 0};
+  text.signature.sequence = 0;  // equal calls have equal bytes
+  const std::string_view bytes(reinterpret_cast<const char*>(&text), sizeof text);
+  const size_t number = std::hash<std::string_view>{}(bytes) % kTexts;
+  auto& known = texts_[rank_ * kTexts + number];
+  const bool repeats = known != nullptr && std::memcmp(known.get(), &text, sizeof text) == 0;
+  if (!repeats) known = std::make_shared<const Text>(text);
+  entry(rank_, calls_) = {known, mode, {}};
+  const uint64_t tag = number | (repeats ? kRepeats : 0) | (mode == kRunsAhead ? kAhead : 0);
+  const iovec head{&text, repeats ? 0 : sizeof text};
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    const uint32_t slot = calls_ % kLeaving;
-    ignore_if_left(r, [&] { await_leaving(r); });
-    Frame& frame = outgoing_[r * kLeaving + slot];
-    frame.mode = mode;
-    frame.signature = signature;
-    frame.set_site(site);
+    entry(r, calls_ - 1).parcel.reset();
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
-    if (bytes > 0) std::memcpy(frame.data + frame.site_bytes, source + give[r].begin, bytes);
-    for (uint32_t number = reposted_; number != read;) post_header(r, ++number + kTurns, false);
-    // In a gather, rank r waits for all headers if its own data is large. This rank does not know that size.
-    const bool may_wait = mode == kWaits || first_dimension_is_free(signature.verb);
-    const bool is_needed = may_wait || fl::needed_by(r, size_, signature).has(rank_);
+    // Rank r also waits for this rank if it waits for a rank that waits for all ranks.
+    const Ranks needed = needed_by(r, signature);
+    const bool is_needed = needed.has(rank_) || (mode == kWaits && needed.count() > 0);
     const bool at_leisure = !is_needed && calls_ % kHurryEvery != 0;
-    const size_t sent = offsetof(Frame, data) + frame.site_bytes + bytes;
     ignore_if_left(r, [&] {
-      outgoing_buffers_[r]->send(r, kHeaderSlot, slot * sizeof(Frame), sent, at_leisure);
-      ++leaving_[r];
+      mesh_.pair_with(r).call(mesh_.group, tag, {head, {source + give[r].begin, bytes}}, at_leisure);
     });
   }
-  reposted_ = read;
-}
-
-// Wait until fewer than kLeaving headers to rank r are unsent, so that the next header has a free frame.
-void Collectives::await_leaving(int r) {
-  for (; leaving_[r] == kLeaving; --leaving_[r]) waiter_->sent(*outgoing_buffers_[r], r);
 }
 
 // Ignore a failed send to a rank that has closed the group, because it may have completed this call. If this
@@ -194,30 +155,29 @@ void Collectives::ignore_if_left(int r, Send send) {
 // Receive the calls of the ranks `needed` and return true. If these calls show that the root's data is large,
 // return false: then this rank needs the calls of all ranks.
 bool Collectives::receive_some(Call& call, Ranks needed) {
-  call.report = last_;
-  call.report.ago = 0;
+  std::array<fl_signature, Mesh::kDirect> calls{};
   for (int r = needed.first; r < needed.last; ++r) {
     if (r != rank_) wait_for(calls_, r);
-    call.report.calls[r] = r == rank_ ? call.signature : incoming(r, calls_).signature;
-    call.report.sites[r] = r == rank_ ? call.site : incoming(r, calls_).site();
+    calls[r] = entry(r, calls_).text->signature;
   }
-  call.report.calls[rank_] = call.signature;
-  call.report.sites[rank_] = call.site;
+  calls[rank_] = call.signature;
   received_at_ = Clock::now();
-  if (sees_difference(call.report.calls.data(), rank_, needed)) {
+  if (sees_difference(calls.data(), rank_, needed)) {
     mesh_.hurry();
-    if (const auto until = withdrawn_after(call.report.calls.data(), needed)) {
+    if (const auto until = withdrawn_after(calls.data(), needed)) {
       while (is_before(compared_, *until)) compare_call(compared_ + 1);
       raise_earlier(mismatches_.to_raise(calls_, false));
     }
     throw Mismatch(report_of(calls_));
   }
-  const auto waits = [&](int r) { return mode_of(r, calls_) == kWaits; };
-  return awaited(call.report.calls.data(), size_, rank_, needed, waits).count() < size_;
+  if (needs_report(call.signature) && needed.count() > 0) call.report = report_of(calls_);
+  const auto waits = [&](int r) { return entry(r, calls_).mode == kWaits; };
+  return awaited(calls.data(), size_, rank_, needed, waits).count() < size_;
 }
 
-Collectives::WaitMode Collectives::mode_of(int r, uint32_t number) const {
-  return r == rank_ ? own_calls_[number % own_calls_.size()].mode : incoming(r, number).mode;
+const fl_signature& Collectives::call_of(const Call& call, int r) const {
+  if (r == rank_) return call.signature;
+  return uses_relay_ ? relay_.call(r) : entry(r, calls_).text->signature;
 }
 
 void Collectives::receive_all(Call& call) {
@@ -226,18 +186,32 @@ void Collectives::receive_all(Call& call) {
   const auto earlier = mismatches_.to_raise(calls_, false);
   const bool same = compare_call(calls_);
   raise_earlier(earlier);
-  call.report = last_;
+  if (!same || needs_report(call.signature)) call.report = report_of(calls_);
   if (!same) throw Mismatch(call.report);
 }
 
 void Collectives::wait_for(uint32_t number, int r) {
   awaited_ = number;
-  for (; is_before(received_[r], number); ++received_[r]) waiter_->received(*incoming_buffers_[r], r);
+  for (; is_before(received_[r], number); ++received_[r]) waiter_->received(*counters_[r], r);
+  store_arrived(r);
 }
 
 // True if the header of rank r for call `number` has arrived, also if wait_for() has not been called for it.
 bool Collectives::has_arrived(uint32_t number, int r) const {
-  return !is_before(received_[r], number) || !is_before(received_[r] + incoming_buffers_[r]->received(), number);
+  if (is_before(arrived_[r], number)) store_arrived(r);
+  return !is_before(arrived_[r], number);
+}
+
+// Store the headers that have arrived from rank r.
+void Collectives::store_arrived(int r) const {
+  mesh_.take_calls(r, taken_calls_);
+  for (ArrivedCall& arrived : taken_calls_) {
+    auto& text = texts_[r * kTexts + arrived.tag % kTexts];
+    const bool repeats = (arrived.tag & kRepeats) != 0;
+    if (!repeats) text = std::make_shared<const Text>(*reinterpret_cast<const Text*>(arrived.parcel.memory.get()));
+    const WaitMode mode = (arrived.tag & kAhead) != 0 ? kRunsAhead : kWaits;
+    entry(r, ++arrived_[r]) = {text, mode, std::move(arrived.parcel), repeats ? 0 : sizeof(Text)};
+  }
 }
 
 bool Collectives::all_have_called(uint32_t number) const {
@@ -254,9 +228,8 @@ CallReport Collectives::report_of(uint32_t number) const {
   report.ago = calls_ - number;
   for (int r = 0; r < size_; ++r) {
     if (r != rank_ && !has_arrived(number, r)) continue;
-    const OwnCall& own_call = own_calls_[number % own_calls_.size()];
-    report.calls[r] = r == rank_ ? own_call.signature : incoming(r, number).signature;
-    report.sites[r] = r == rank_ ? own_call.site : incoming(r, number).site();
+    report.calls[r] = entry(r, number).call(number);
+    report.sites[r] = entry(r, number).text->site;
   }
   return report;
 }
@@ -267,17 +240,21 @@ bool Collectives::compare_call(uint32_t number) {
   for (int r = 0; r < size_; ++r) {
     if (r != rank_) wait_for(number, r);
   }
-  last_ = report_of(number);
   received_at_ = Clock::now();
-  const auto& known_calls = last_.calls;
-  const bool same = are_one_call(known_calls.data(), size_);
   compared_ = number;
+  bool is_known = mismatches_.empty();  // every rank repeats its last compared call, and those calls were the same
+  for (int r = 0; r < size_; ++r) is_known = is_known && entry(r, number).text == compared_texts_[r];
+  if (is_known) return true;
+  const CallReport report = report_of(number);
+  const auto& known_calls = report.calls;
+  const bool same = are_one_call(known_calls.data(), size_);
+  for (int r = 0; r < size_; ++r) compared_texts_[r] = same ? entry(r, number).text : nullptr;
   if (same && mismatches_.empty()) return true;
   const auto needed = [&](int r) {
-    const auto waits = [&](int other) { return mode_of(other, number) == kWaits; };
+    const auto waits = [&](int other) { return entry(other, number).mode == kWaits; };
     return waits(r) ? Ranks{0, size_} : awaited(known_calls.data(), size_, r, needed_by(r, known_calls[r]), waits);
   };
-  mismatches_.compared(number, same, known_calls, needed, last_);
+  mismatches_.compared(number, same, known_calls, needed, report);
   return same;
 }
 
@@ -288,65 +265,45 @@ void Collectives::raise_earlier(std::optional<Mismatches::Call> earlier) const {
 }
 
 void Collectives::flush(Clock::time_point end) noexcept {
-  try {
-    Waiter waiter(mesh_, end, nullptr);
-    for (int r = 0; r < size_; ++r) {
-      for (; leaving_[r] > 0; --leaving_[r]) waiter.sent(*outgoing_buffers_[r], r);
-    }
-  } catch (const std::exception&) {
-    // Ignore errors: a peer has closed the group, or `end` has passed.
-  }
+  while (!mesh_.hurry() && Clock::now() < end) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 // Many ranks ------------------------------------------------------------------------------------
 
-// Return the size of the payload if it is equal for all receivers and the relay has space for it, else 0.
-size_t Collectives::common_bytes(const Parts& give) const {
+// Return the payload if it is the same for all receivers and the relay has space for it, else an empty range.
+Part Collectives::common_part(const Parts& give) const {
   Part common;
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || give[r].bytes == 0) continue;
-    if (common.bytes > 0 && (give[r].begin != common.begin || give[r].bytes != common.bytes)) return 0;
+    if (common.bytes > 0 && (give[r].begin != common.begin || give[r].bytes != common.bytes)) return {};
     common = give[r];
   }
-  return common.bytes * size_ <= Relay::kBytes ? common.bytes : 0;
-}
-
-void Collectives::relay_calls(Call& call, const void* data, const Parts& give, size_t bytes) {
-  size_t begin = 0;
-  for (int r = 0; r < size_ && bytes > 0; ++r) {
-    if (r != rank_ && give[r].bytes > 0) begin = give[r].begin;
-  }
-  relay_.exchange(call.signature, call.site, static_cast<const char*>(data) + begin, bytes, call.waiter);
+  return common.bytes * size_ <= Relay::kBytes ? common : Part{};
 }
 
 // Send the small payloads that were not sent through the relay.
-void Collectives::send_separately(const void* data, const Parts& give) {
-  const char* const source = static_cast<const char*>(data);
+void Collectives::send_separately(const char* data, const Parts& give) {
   for (int step = 1; step < size_; ++step) {
     const int r = (rank_ + step) % size_;
-    if (give[r].bytes == 0 || give[r].bytes > kInlineBytes) continue;
-    std::memcpy(outgoing_[r].data, source + give[r].begin, give[r].bytes);
-    outgoing_buffers_[r]->send(r, kHeaderSlot, offsetof(Frame, data), give[r].bytes);
-    pending_.push_back(r);
+    if (give[r].bytes > 0 && give[r].bytes <= kInlineBytes) relay_.send(r, data + give[r].begin, give[r].bytes);
   }
 }
 
 // Receive take[r] bytes from each rank r, unless they are too large for a header or came through the relay.
 void Collectives::fetch(const Parts& take) {
-  if (!uses_relay_) return;
-  std::vector<int> requested;
-  for (int r = 0; r < size_; ++r) {
+  std::vector<int> sources;
+  for (int r = 0; r < size_ && uses_relay_; ++r) {
     const size_t bytes = take[r].bytes;
-    if (r == rank_ || bytes == 0 || bytes > kInlineBytes || relay_.bytes(r) > 0) continue;
-    incoming_buffers_[r]->recv(r, kHeaderSlot, offsetof(Frame, data), bytes);
-    requested.push_back(r);
+    if (r != rank_ && bytes > 0 && bytes <= kInlineBytes && relay_.bytes(r) == 0) sources.push_back(r);
   }
-  for (int r : requested) waiter_->received(*incoming_buffers_[r], r);
+  mesh_.reach(sources);
+  for (int r : sources) relay_.receive(r, *waiter_);
 }
 
 const char* Collectives::payload(int r) const {
-  if (!uses_relay_) return incoming(r, calls_).payload();
-  return relay_.bytes(r) > 0 ? relay_.payload(r) : incoming_[r].payload();
+  if (uses_relay_) return relay_.payload(r);
+  const Entry& from = entry(r, calls_);
+  return from.parcel ? from.parcel->memory.get() + from.payload : nullptr;
 }
 
 // Last known calls ------------------------------------------------------------------------------
@@ -357,32 +314,27 @@ void Collectives::store_calls(Call& call) {
     last_.calls[r] = r == rank_ ? call.signature : relay_.call(r);
     last_.sites[r] = r == rank_ ? call.site : relay_.site(r);
   }
-  call.report.calls = last_.calls;
-  call.report.sites = last_.sites;
+  call.report = last_;
 }
 
-CallReport Collectives::last_calls() const {
+CallReport Collectives::last_calls() {
   CallReport report = last_;
-  report.ago = 0;
-  // Also report calls that have arrived and are not compared yet.
-  for (uint32_t number = compared_; !uses_relay_ && number != calls_;) {
-    const CallReport later = report_of(++number);
-    for (int r = 0; r < size_; ++r) {
-      if (later.calls[r].sequence == 0) continue;
-      report.calls[r] = later.calls[r];
-      report.sites[r] = later.sites[r];
-    }
+  for (int r = 0; r < size_ && !uses_relay_; ++r) {
+    const uint32_t number = r == rank_ || has_arrived(calls_, r) ? calls_ : arrived_[r];
+    if (number == 0 || entry(r, number).text == nullptr) continue;
+    report.calls[r] = entry(r, number).call(number);
+    report.sites[r] = entry(r, number).text->site;
   }
   const double age = std::chrono::duration<double>(Clock::now() - received_at_).count();
   for (int r = 0; r < size_; ++r) report.ages[r] = report.calls[r].sequence == 0 ? -1 : age;
   return report;
 }
 
-bool Collectives::is_ahead(int rank, fl_signature& call) const {
+bool Collectives::is_ahead(int rank, fl_signature& call) {
   if (!has_begun_ || rank == rank_) return false;
   if (uses_relay_) return relay_.is_ahead(rank, call);
   if (!has_arrived(calls_ + 1, rank)) return false;
-  call = incoming(rank, calls_ + 1).signature;
+  call = entry(rank, calls_ + 1).call(calls_ + 1);
   return true;
 }
 
@@ -405,7 +357,6 @@ Parts Collectives::equal_sections(size_t bytes) const {
 
 void Collectives::barrier(Call& call) {
   exchange_calls(call, nullptr, same_for_all(0));
-  await_pending();
 }
 
 }  // namespace fl

@@ -1,6 +1,8 @@
 // The collectives of the Gloo backend, on top of a Mesh.
 #pragma once
 
+#include <array>
+
 #include "../common/ahead.h"
 #include "mesh.h"
 #include "relay.h"
@@ -50,7 +52,6 @@ struct Call {
 class Collectives {
  public:
   explicit Collectives(Mesh& mesh);
-  ~Collectives();
 
   // Create the buffers. If the neighbours are connected, post receives for their first headers.
   void open();
@@ -59,10 +60,10 @@ class Collectives {
 
   // If `rank` has announced a call that this rank has not made, store its signature in `call` and return
   // true. This function must not run during a call of this rank.
-  bool is_ahead(int rank, fl_signature& call) const;
+  bool is_ahead(int rank, fl_signature& call);
 
   // Return the last known call of each other rank, with its age.
-  CallReport last_calls() const;
+  CallReport last_calls();
 
   // The verbs; see common/verbs.h.
   void barrier(Call& call);
@@ -84,36 +85,30 @@ class Collectives {
   // Maximum bytes of a payload in a header. A larger payload is sent after the header, because a copy into
   // the header would take longer.
   static constexpr size_t kInlineBytes = 65 << 10;
-  // kMostAhead: maximum number of calls between the last compared call and this rank's call. kTurns: number
-  // of header frames per peer. With n = kMostAhead + 1, headers k and k - 2 n use the same frame. When header
-  // k is sent, this frame is free: its sender has received header k - n of every rank, and each rank released
-  // the frames of call k - 2 n before it sent its header k - n.
-  static constexpr uint32_t kMostAhead = 31, kTurns = 2 * (kMostAhead + 1);
-  // Maximum number of headers to one peer that wait until the kernel accepts them.
-  static constexpr uint32_t kLeaving = 8;
-  // Headers that no rank waits for are sent with MSG_MORE (delayed), except in every kHurryEvery-th call.
+  // kMostAhead: maximum number of calls between the last compared call and this rank's call, and kFewAhead:
+  // the number for a call with more than kFewBytes bytes of data. kTurns: number of stored calls per peer: a
+  // peer is ahead of this rank by at most kMostAhead calls.
+  static constexpr uint32_t kMostAhead = 127, kFewAhead = 31, kTurns = 2 * (kMostAhead + 1);
+  static constexpr size_t kFewBytes = 4 << 10;
+  // Headers that no rank waits for are delayed (Pair::call), except in every kHurryEvery-th call.
   static constexpr uint32_t kHurryEvery = 16;
   // How a rank makes a call: it waits for all other ranks (kWaits), or it may return before they call.
   enum WaitMode : uint32_t { kWaits, kRunsAhead };
-  struct Frame {
-    fl_signature signature;
-    WaitMode mode;
-    uint32_t site_bytes;
-    char data[sizeof(fl_site) + kInlineBytes];  // text of the call site, then the payload
-
-    const char* payload() const { return data + site_bytes; }
-    void set_site(const fl_site& site);
-    fl_site site() const;
-  };
-  struct Unmap {
-    size_t bytes;
-    void operator()(Frame* memory) const;
-  };
-  using Frames = std::unique_ptr<Frame[], Unmap>;
-  struct OwnCall {
+  // Call and call site of a rank, sent in a header before its payload. Both ends store kTexts of them for each
+  // direction. The tag of a header is the number of its Text, and flags. kRepeats: the receiver has the Text.
+  struct alignas(16) Text {
     fl_signature signature;
     fl_site site;
-    WaitMode mode;
+    uint64_t padding;
+  };
+  static constexpr uint64_t kTexts = 32, kRepeats = 1 << 8, kAhead = 1 << 9;
+  struct Entry {
+    std::shared_ptr<const Text> text;
+    WaitMode mode = kWaits;
+    std::optional<Parcel> parcel;
+    size_t payload = 0;  // offset of the payload in the parcel
+
+    fl_signature call(uint32_t number) const;
   };
   class ReductionInParts;
 
@@ -122,7 +117,6 @@ class Collectives {
   void enter(Call& call, const void* data, const Parts& give);
   void announce(const fl_signature& signature, const fl_site& site, const void* data, const Parts& give,
                 WaitMode mode);
-  void await_leaving(int r);
   template <typename Send>
   void ignore_if_left(int r, Send send);
   Ranks needed_by(int rank, const fl_signature& call) const;
@@ -130,23 +124,19 @@ class Collectives {
   void receive_all(Call& call);
   void wait_for(uint32_t number, int r);
   bool has_arrived(uint32_t number, int r) const;
+  void store_arrived(int r) const;
   bool all_have_called(uint32_t number) const;
   CallReport report_of(uint32_t number) const;
   bool compare_call(uint32_t number);
-  WaitMode mode_of(int r, uint32_t number) const;
+  const fl_signature& call_of(const Call& call, int r) const;  // this rank must have received it
   void raise_new_mismatch(const Call& call);
   void raise_earlier(std::optional<Mismatches::Call> earlier) const;
-  size_t common_bytes(const Parts& give) const;
-  void relay_calls(Call& call, const void* data, const Parts& give, size_t bytes);
-  void send_separately(const void* data, const Parts& give);
+  Part common_part(const Parts& give) const;
+  void send_separately(const char* data, const Parts& give);
   void fetch(const Parts& take);
   // Return the payload of rank r in this call. It is valid until the next call.
   const char* payload(int r) const;
-  void await_pending();
-  void post_header(int r, uint32_t number, bool grants);
-  static Frames frames(size_t count);
-  uint32_t turns() const { return uses_relay_ ? 1 : kTurns; }
-  const Frame& incoming(int r, uint32_t number) const { return incoming_[r * turns() + number % turns()]; }
+  Entry& entry(int r, uint32_t number) const { return entries_[r * kTurns + number % kTurns]; }
   std::vector<int> not_arrived(const Call& call);
   void store_calls(Call& call);
 
@@ -157,7 +147,6 @@ class Collectives {
   void scan_inline(const Call& call, void* data);
   void reduce_sections(Call& call, const void* data, void* output, const Parts& sections);
   void reduce_in_parts(Call& call, const void* data, char* output, const Parts& parts, int collector);
-  gloo::transport::UnboundBuffer& room(int r);
   void make_rooms();
   void request_chunk(size_t at);
 
@@ -173,20 +162,23 @@ class Collectives {
   const bool uses_relay_;          // other ranks forward the calls: see Relay
   bool compares_at_once_ = false;  // each call waits until all ranks have made it
   bool has_begun_ = false;
-  Frames outgoing_, incoming_;
-  // Index: peer. leaving_: number of unsent headers. received_: number of the last received call.
-  std::vector<Buffer> outgoing_buffers_, incoming_buffers_;
-  std::vector<uint32_t> leaving_, received_;
-  std::vector<OwnCall> own_calls_;  // the last calls of this rank; empty with a relay
+  // Index: peer. counters_: arrived packets. arrived_ and received_: numbers of the last stored call and of the
+  // last awaited call.
+  std::vector<Buffer> counters_;
+  std::vector<uint32_t> received_;
+  mutable std::vector<uint32_t> arrived_;
+  mutable std::vector<Entry> entries_;  // the last calls of each rank; empty with a relay
+  mutable std::vector<std::shared_ptr<const Text>> texts_;  // kTexts of each rank
+  mutable std::vector<ArrivedCall> taken_calls_;
+  std::vector<std::shared_ptr<const Text>> compared_texts_;  // of the last compared call, if it was the same
   Relay relay_;
   Waiter* waiter_ = nullptr;
-  std::vector<int> pending_;  // ranks whose payloads send_separately() is sending
   uint32_t calls_ = 0;        // number of this rank's calls; 0 with a relay
   uint32_t compared_ = 0;     // number of the last compared call
   uint32_t reposted_ = 0;     // receives are posted for the headers up to reposted_ + kTurns
   uint32_t awaited_ = 0;      // number of the call that this rank awaits
   Mismatches mismatches_{rank_, kMostAhead};
-  // last_: calls of the latest collective that all ranks have called. received_at_: when calls last arrived.
+  // last_: with a relay, calls of the latest collective. received_at_: when calls last arrived.
   CallReport last_;
   Clock::time_point received_at_;
   // Memory for received chunks in large reductions. It is kept between calls.

@@ -4,8 +4,8 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/timerfd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -22,6 +22,9 @@ constexpr size_t kSpareAttempts = 64;
 // and of the waiting thread, which take a fraction of this time.
 constexpr std::chrono::microseconds kBrief{600};
 
+// Time between an alarm and Pair::settle(). A message that no thread awaits may be read later by two such times.
+constexpr long kSettleNanoseconds = 1000000;
+
 // Thrown if the peer closed the connection or is not in this group. The right peer may still connect.
 struct Refused : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -31,9 +34,9 @@ struct Refused : std::runtime_error {
 
 class Links::Listener : public Handler {
  public:
-  // `descriptor` is a listening socket or, for settle(), an eventfd on which no event occurs.
-  Listener(Links& links, int descriptor) : links_(links), socket(descriptor) {
-    if (socket < 0) fail_in("eventfd");
+  // `descriptor` is a listening socket or the timer.
+  Listener(Links& links, int descriptor, bool is_timer) : links_(links), is_timer_(is_timer), socket(descriptor) {
+    if (socket < 0) fail_in("timerfd_create");
   }
   ~Listener() override { close(); }
 
@@ -42,10 +45,11 @@ class Links::Listener : public Handler {
     socket = -1;
   }
 
-  void handleEvents(int) override { links_.accept(); }
+  void handleEvents(int) override { is_timer_ ? links_.ring() : links_.accept(); }
 
  private:
   Links& links_;
+  const bool is_timer_;
 
  public:
   int socket;
@@ -165,9 +169,10 @@ class Links::Attempt : public Handler {
 Links::Links(std::shared_ptr<Device> device, int rank, int size, bool listens_on)
     : Context(std::move(device), rank, size),
       listens_on_(listens_on),
-      listener_(std::make_unique<Listener>(*this, listening_socket(*device_))),
-      settles_(std::make_unique<Listener>(*this, eventfd(0, EFD_CLOEXEC))),
-      descriptors_(size + 2),
+      listener_(std::make_unique<Listener>(*this, listening_socket(*device_), false)),
+      timer_(std::make_unique<Listener>(
+          *this, timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC), true)),
+      descriptors_(size + 3),
       states_(new std::atomic<int>[size]()),
       problems_(size) {
   address_ = address_of(listener_->socket);
@@ -175,6 +180,7 @@ Links::Links(std::shared_ptr<Device> device, int rank, int size, bool listens_on
   fcntl(loop, F_SETFD, FD_CLOEXEC);
   descriptors_.add(loop);
   descriptors_.add(listener_->socket);
+  descriptors_.add(timer_->socket);
 }
 
 Links::~Links() { close(); }
@@ -192,6 +198,7 @@ void Links::open(const char* addresses, size_t bytes, const char* key, Connected
   if (listener_ == nullptr) throw Failure(FL_CLOSED, {}, "closed while connecting");
   is_open_ = true;
   device_->registerDescriptor(listener_->socket, EPOLLIN, listener_.get());
+  device_->registerDescriptor(timer_->socket, EPOLLIN, timer_.get());
 }
 
 void Links::close() noexcept {
@@ -203,6 +210,7 @@ void Links::close() noexcept {
     listener = std::move(listener_);
     was_open = std::exchange(is_open_, false);
     if (was_open) remove(listener->socket);
+    if (was_open) remove(timer_->socket);
     for (const auto& entry : attempts_) {
       if (!entry.first->is_taken) remove(entry.first->socket);
     }
@@ -217,8 +225,22 @@ void Links::close() noexcept {
 
 // Wait until Gloo's thread no longer uses this object. Gloo's thread handles registrations in their order.
 void Links::settle() const {
-  device_->registerDescriptor(settles_->socket, EPOLLIN, settles_.get());
-  device_->unregisterDescriptor(settles_->socket, settles_.get());
+  device_->registerDescriptor(timer_->socket, EPOLLIN, timer_.get());
+  device_->unregisterDescriptor(timer_->socket, timer_.get());
+}
+
+void Links::set_alarm() noexcept {
+  const itimerspec time{{}, {0, kSettleNanoseconds}};
+  if (!is_set_.exchange(true)) timerfd_settime(timer_->socket, 0, &time, nullptr);
+}
+
+void Links::ring() {
+  uint64_t count;
+  if (::read(timer_->socket, &count, sizeof count) < 0) return;
+  is_set_ = false;
+  bool again = false;
+  for (int peer = 0; peer < size; ++peer) again |= is_connected(peer) && pair(peer)->settle();
+  if (again) set_alarm();
 }
 
 void Links::remove(int socket) const noexcept {
@@ -236,8 +258,9 @@ void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
     if (receiver.received() > 0 || Clock::now() >= end) break;
     sched_yield();
   }
-  pair.set_served(true);
-  reading_.has_waited(receiver.received() == 0);
+  const bool in_vain = receiver.received() == 0;
+  if (in_vain) pair.set_served(true);
+  reading_.has_waited(in_vain);
 }
 
 // Connecting -----------------------------------------------------------------------------------
@@ -335,7 +358,7 @@ void Links::adopt(Attempt& attempt) {
   if (!is_open_ || states_[attempt.peer] == kConnected) return;
   remove(attempt.socket);
   pairs_[attempt.peer] = std::make_unique<Pair>(this, device_.get(), attempt.peer, attempt.socket, note_handler_,
-                                                *parcels_);
+                                                *parcels_, [this] { set_alarm(); });
   attempt.is_taken = true;
   descriptors_.add(attempt.socket);
   if (seconds_ > 0) keep_alive(attempt.socket, seconds_);

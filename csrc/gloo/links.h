@@ -75,6 +75,8 @@ class Links : public Context {
   void ended(Attempt& attempt, const std::string& problem, bool is_refused);
   void remove(int socket) const noexcept;
   void settle() const;
+  void set_alarm() noexcept;
+  void ring();
 
   const bool listens_on_;
   std::vector<char> address_;
@@ -85,7 +87,8 @@ class Links : public Context {
   Calls calls_;
   Parcels* parcels_ = nullptr;
   std::unique_ptr<Listener> listener_;
-  const std::unique_ptr<Listener> settles_;  // for settle(); opened early, because descriptors may run out
+  const std::unique_ptr<Listener> timer_;  // for alarms and settle()
+  std::atomic<bool> is_set_{false};        // the timer runs
   Descriptors descriptors_;
   double seconds_ = 0;
   Persistence reading_;

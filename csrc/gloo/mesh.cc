@@ -175,14 +175,6 @@ void Mesh::request(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t sl
   }
 }
 
-void Mesh::expect(Receiver& buffer, int peer, uint64_t slot, size_t offset, size_t bytes, bool tells) {
-  try {
-    pair_with(peer).expect(buffer, group, slot, offset, bytes, tells);
-  } catch (const std::exception&) {
-    // Ignore errors: a later send to the peer reports the broken connection.
-  }
-}
-
 std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) {
   std::vector<int> behind, absent;
   for (const auto& [member, answer] : links_.calls_of(to_whole(ranks), group, Clock::now() + kGoodbye)) {

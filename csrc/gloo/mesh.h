@@ -11,12 +11,7 @@ namespace fl {
 using Buffer = std::unique_ptr<Receiver>;
 
 // Kinds of messages. Messages of one slot arrive in order, so all operations can use the same slots.
-enum Slot : uint64_t {
-  kHeaderSlot = 1,
-  kReduceSlot,
-  kPartSlot,
-  kRelaySlot,
-};
+enum Slot : uint64_t { kReduceSlot = 1, kPartSlot };
 
 // Another group that ends if this group loses hosts: give_up(other, why) ends it. `why` ends with `advice`.
 struct Companion {
@@ -53,11 +48,16 @@ class Mesh : public Transport, public Connections, public Route {
   // Permit `peer` to send data that a later operation needs. If the connection has ended, only that operation
   // fails. Throws Failure if `peer` cannot be connected.
   void request(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
-  // Post a receive for data that `peer` sends without requests: see Pair::expect.
-  void expect(Receiver& buffer, int peer, uint64_t slot, size_t offset, size_t bytes, bool tells);
-  // Send the data that earlier sends with `at_leisure` have held back.
-  void hurry() {
-    for (int peer : neighbours()) links_.pair(ranks_[peer])->hurry();
+  // Count the packets of Pair::call() from `peer` in `buffer`. take_calls() stores them in `calls`.
+  void listen(Receiver& buffer, int peer) { links_.pair(ranks_[peer])->listen(buffer, group); }
+  void take_calls(int peer, std::vector<ArrivedCall>& calls) const {
+    calls.clear();
+    if (Pair* const pair = links_.pair(ranks_[peer])) pair->take_calls(group, calls);
+  }
+  // Send the packets that Pair::call() has delayed. Return true if the kernel has accepted all data.
+  bool hurry() {
+    const auto is_busy = [&](int r) { return links_.is_connected(r) && !links_.pair(r)->hurry(); };
+    return std::count_if(ranks_.begin(), ranks_.end(), is_busy) == 0;
   }
   // Let each call wait until all ranks have made it, also in subgroups. Use this before any operation.
   void compare_at_once() { family_->engine.check_at_once(); }

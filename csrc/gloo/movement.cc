@@ -29,7 +29,6 @@ void Collectives::deliver(Call& call, const void* from, const Parts& give, void*
     if (r == rank_ || take[r].bytes == 0 || take[r].bytes > kInlineBytes) continue;
     std::memcpy(target + take[r].begin, payload(r), take[r].bytes);
   }
-  await_pending();
   move_large(call, from, give, target, take);
 }
 
@@ -71,7 +70,7 @@ Bytes Collectives::broadcast(Call& call, void* data) {
   Parts give(size_), take(size_);
   if (rank_ == root && in_one_piece(call.bytes())) give = same_for_all(call.bytes());
   exchange_calls(call, data, give);
-  const fl_signature& root_call = call.report.calls[root];
+  const fl_signature& root_call = call_of(call, root);
   const size_t bytes = static_cast<size_t>(root_call.count) * root_call.itemsize;
   Bytes output_bytes;
   if (call.signature.ndim == FL_ANY) output_bytes = make_bytes(bytes);
@@ -81,7 +80,6 @@ Bytes Collectives::broadcast(Call& call, void* data) {
     deliver(call, data, give, array, take);
     return output_bytes;
   }
-  await_pending();
   const Parts parts = parts_for_others(bytes, size_, root);
   if (rank_ == root) {
     send_parts(call, array, bytes, parts);
@@ -146,7 +144,7 @@ Bytes Collectives::gather(Call& call, const void* data, const fl_room* room) {
 Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Parts& give, const fl_room* room) {
   exchange_calls(call, data, give);
   const Parts take = adjacent_parts(size_, [&](int r) {
-    return wanted ? static_cast<size_t>(call.report.calls[r].count) * call.signature.itemsize : 0;
+    return wanted ? static_cast<size_t>(call_of(call, r).count) * call.signature.itemsize : 0;
   });
   const size_t total = take.back().begin + take.back().bytes;
   Bytes output;
@@ -162,7 +160,7 @@ Bytes Collectives::scatter(Call& call, const void* data, void* output) {
   Parts give(size_), take(size_);
   if (rank_ == root) give = equal_sections(call.bytes());
   exchange_calls(call, data, give);
-  const fl_signature& root_call = call.report.calls[root];
+  const fl_signature& root_call = call_of(call, root);
   take[root] = {0, static_cast<size_t>(root_call.count) * root_call.itemsize};
   Bytes part;
   if (output == nullptr) part = make_bytes(take[root].bytes);

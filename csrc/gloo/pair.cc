@@ -76,16 +76,15 @@ sockaddr_storage read_address(const char* address, size_t bytes) {
 
 namespace {
 
-// Opcodes of notes and parcels. Gloo has no such messages.
-constexpr size_t kNote = 16, kParcel = 17;
+// Opcodes of notes, parcels and packets of call(). Gloo has no such messages.
+constexpr size_t kNote = 16, kParcel = 17, kCall = 18;
 constexpr size_t kMostInParcel = 1 << 24;
 constexpr size_t kSend = tcp::Op::SEND_UNBOUND_BUFFER, kReady = tcp::Op::NOTIFY_RECV_READY;
 
 constexpr size_t kHead = sizeof(tcp::Op::preamble);
 constexpr size_t kDiscardBytes = 64 << 10;
 constexpr size_t kBeyondBytes = 32 << 10;
-// Value in the field `offset` of a kReady message: the peer may send any number of messages.
-constexpr size_t kForEver = 1;
+constexpr size_t kMostHeld = 4 << 10;  // maximum bytes of delayed packets
 
 // Base class of OwnedBuffer: it is initialised before Buffer, which needs the address of the parcel.
 struct Memory {
@@ -109,9 +108,12 @@ class Pair::OwnedBuffer : private Memory, public Buffer {
 };
 
 // Gloo's constructor opens a socket for listening. Close it and use the connected `socket` instead.
-Pair::Pair(Context* context, Device* device, int peer, int socket, NoteHandler note_handler, Parcels& parcels)
-    : tcp::Pair(context, device, peer,
-                std::chrono::hours(24)), note_handler_(std::move(note_handler)), parcels_(parcels) {
+Pair::Pair(Context* context, Device* device, int peer, int socket, NoteHandler note_handler, Parcels& parcels,
+           std::function<void()> alarm)
+    : tcp::Pair(context, device, peer, std::chrono::hours(24)),
+      note_handler_(std::move(note_handler)),
+      parcels_(parcels),
+      alarm_(std::move(alarm)) {
   const std::lock_guard<std::mutex> lock(m_);
   if (state_ != LISTENING) throw std::runtime_error("an unknown process has connected");
   epoll_ctl(descriptor_of(*device), EPOLL_CTL_DEL, fd_, nullptr);
@@ -129,11 +131,27 @@ Pair::~Pair() = default;
 
 void Pair::set_served(bool served) {
   const std::lock_guard<std::mutex> lock(m_);
-  if (state_ != CONNECTED) return;
+  was_polled_ |= !served;
+  serve(served);
+}
+
+void Pair::serve(bool served) {
+  if (state_ != CONNECTED || is_served_ == served) return;
+  is_served_ = served;
+  if (!served) alarm_();
   epoll_event event{};
   event.events = (served ? EPOLLIN : 0u) | (tx_.empty() ? 0u : EPOLLOUT);
   event.data.ptr = static_cast<Handler*>(this);
   epoll_ctl(descriptor_of(*device_), EPOLL_CTL_MOD, fd_, &event);  // Gloo's function would use ADD
+}
+
+// Do not wait for the lock: its owner may wait for Gloo's thread.
+bool Pair::settle() {
+  const std::unique_lock<std::mutex> lock(m_, std::try_to_lock);
+  if (!lock) return true;
+  const bool is_polled = std::exchange(was_polled_, false);
+  if (!is_polled) serve(true);
+  return !send_held() || is_polled;
 }
 
 // If another thread has the lock, return, because it may wait for Gloo's thread. The event will occur again.
@@ -146,11 +164,6 @@ void Pair::handleEvents(int events) {
 void Pair::read_available() {
   const std::lock_guard<std::mutex> lock(m_);
   if (state_ == CONNECTED) handleReadWrite(EPOLLIN);
-}
-
-bool Pair::has_written() {
-  const std::lock_guard<std::mutex> lock(m_);
-  return state_ != CONNECTED || tx_.empty();
 }
 
 bool Pair::has_delivered(std::chrono::milliseconds silence) {
@@ -177,26 +190,66 @@ std::string Pair::problem() {
 
 // Sending ---------------------------------------------------------------------------------
 
-void Pair::send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool at_leisure) {
+void Pair::send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes) {
   const std::lock_guard<std::mutex> lock(m_);
   require_connected();
   Queues& slots = group_states_[group].slots;
   SlotQueues& line = slots[slot];
   const Part part{buffer.getWeakNonOwningPtr(), offset, bytes};
   buffer.begin(*this);
-  if (!line.is_open && line.ready == 0) return line.sends.push_back(part);
-  if (!line.is_open) --line.ready;
+  if (line.ready == 0) return line.sends.push_back(part);
+  --line.ready;
   erase_if_idle(slots, slot);
-  is_at_leisure_ = at_leisure;
   put(kSend, group, slot, part);
-  is_at_leisure_ = false;
 }
 
-// Send the data that the kernel holds back after MSG_MORE: setting TCP_NODELAY again does this.
-void Pair::hurry() {
+void Pair::call(uint64_t group, uint64_t tag, std::initializer_list<iovec> parts, bool at_leisure) {
   const std::lock_guard<std::mutex> lock(m_);
-  const int on = 1;
-  if (state_ == CONNECTED) setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  require_connected();
+  size_t bytes = 0;
+  for (const iovec& part : parts) bytes += part.iov_len;
+  Parcel parcel(bytes);
+  char* end = parcel.memory.get();
+  for (const iovec& part : parts) end = std::copy_n(static_cast<const char*>(part.iov_base), part.iov_len, end);
+  if (!at_leisure || !tx_.empty() || held_.size() + kHead + bytes > kMostHeld) {
+    owned_.emplace_back(std::move(parcel));
+    return put(kCall, group, tag, {owned_.back().weak(), 0, bytes});
+  }
+  const decltype(tcp::Op::preamble) head{kHead + bytes, kCall, tag, 0, bytes, group};
+  if (held_.empty()) alarm_();
+  held_.append(reinterpret_cast<const char*>(&head), kHead).append(parcel.memory.get(), bytes);
+}
+
+bool Pair::hurry() {
+  const std::lock_guard<std::mutex> lock(m_);
+  return send_held();
+}
+
+// If the kernel does not accept all delayed packets, a later write or alarm sends the rest.
+bool Pair::send_held() {
+  if (state_ != CONNECTED) return true;
+  const ssize_t sent = held_.empty() ? 0 : ::send(fd_, held_.data(), held_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  held_.erase(0, std::max<ssize_t>(sent, 0));
+  return held_.empty() && tx_.empty();
+}
+
+void Pair::listen(Receiver& buffer, uint64_t group) {
+  const std::lock_guard<std::mutex> lock(m_);
+  buffer.begin(*this);
+  GroupState& group_state = group_states_[group];
+  group_state.listener = buffer.getWeakNonOwningPtr();
+  for (size_t i = 0; i < group_state.calls.size(); ++i) count(group_state.listener, rank_);
+}
+
+void Pair::count(const Weak& weak, int peer) {
+  const Alive buffer(weak);
+  if (buffer) static_cast<Receiver*>(buffer.operator->())->handleRecvCompletion(peer);
+}
+
+void Pair::take_calls(uint64_t group, std::vector<ArrivedCall>& calls) {
+  const std::lock_guard<std::mutex> lock(m_);
+  const auto group_state = group_states_.find(group);
+  if (group_state != group_states_.end()) calls.swap(group_state->second.calls);
 }
 
 void Pair::receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes) {
@@ -207,14 +260,6 @@ void Pair::receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offse
   put(kReady, group, slot, {});
 }
 
-void Pair::expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool grants) {
-  const std::lock_guard<std::mutex> lock(m_);
-  require_connected();
-  buffer.begin(*this);
-  group_states_[group].slots[slot].receives.push_back({buffer.getWeakNonOwningPtr(), offset, bytes});
-  if (grants) put(kReady, group, slot, {{}, kForEver, 0});
-}
-
 void Pair::send_note(uint64_t group, const std::string& text, bool is_last) {
   const std::lock_guard<std::mutex> lock(m_);
   require_connected();
@@ -223,6 +268,7 @@ void Pair::send_note(uint64_t group, const std::string& text, bool is_last) {
   if (!is_last) return;
   GroupState& group_state = group_states_[group];
   group_state.slots.clear();
+  group_state.calls.clear();
   group_state.is_over_here = true;
   if (group_state.is_over_there) group_states_.erase(group);
 }
@@ -245,7 +291,6 @@ void Pair::put(size_t code, uint64_t group, uint64_t slot, const Part& part) {
   op.preamble.nbytes = kHead + part.bytes;
   op.preamble.opcode = code;
   op.preamble.slot = slot;
-  op.preamble.offset = code == kReady ? part.offset : 0;
   op.preamble.length = part.bytes;
   op.preamble.roffset = group;
   op.ubuf = part.buffer;
@@ -257,7 +302,7 @@ void Pair::put(size_t code, uint64_t group, uint64_t slot, const Part& part) {
 void Pair::erase_if_idle(Queues& slots, uint64_t slot) {
   const auto line = slots.find(slot);
   const SlotQueues& queues = line->second;
-  if (!queues.is_open && queues.ready == 0 && queues.sends.empty() && queues.receives.empty()) slots.erase(line);
+  if (queues.ready == 0 && queues.sends.empty() && queues.receives.empty()) slots.erase(line);
 }
 
 // If a message is partly sent, its remaining bytes are copied and sent later, because the peer expects them.
@@ -270,6 +315,7 @@ void Pair::forget(const Receiver& buffer, uint64_t group) {
   forget(rx_.ubuf);
   const auto group_state = group_states_.find(group);
   if (group_state == group_states_.end()) return;
+  forget(group_state->second.listener);
   for (auto& [slot, line] : group_state->second.slots) {
     for (Part& part : line.receives) forget(part.buffer);
   }
@@ -306,19 +352,21 @@ bool Pair::write(tcp::Op& op) {
   if (!notifies && !(buffer = Alive(op.ubuf))) return true;
   while (op.nwritten < op.preamble.nbytes) {
     const size_t sent = std::max(op.nwritten, kHead) - kHead;
-    iovec rooms[2];
+    iovec rooms[3] = {{held_.data(), held_.size()}};
     msghdr message{};
     message.msg_iov = rooms;
+    message.msg_iovlen = 1;
     if (op.nwritten < kHead) {
       rooms[message.msg_iovlen++] = {reinterpret_cast<char*>(&op.preamble) + op.nwritten, kHead - op.nwritten};
     }
     if (op.nbytes > sent) {
       rooms[message.msg_iovlen++] = {static_cast<char*>(buffer->ptr) + (op.offset + sent), op.nbytes - sent};
     }
-    const int more = is_at_leisure_ ? MSG_MORE : 0;
-    const ssize_t count = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT | more);
+    const ssize_t count = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (count >= 0) {
-      op.nwritten += count;
+      const size_t held = std::min<size_t>(count, held_.size());
+      held_.erase(0, held);
+      op.nwritten += count - held;
     } else if (errno != EINTR) {
       const int error = errno;
       buffer = Alive();  // release it: fail() may destroy the buffer
@@ -404,11 +452,7 @@ iovec Pair::next_room(Alive& buffer) {
   }
   const size_t code = rx_.preamble.opcode, arrived = rx_.nread - kHead;
   const size_t remaining = rx_.preamble.length - arrived;
-  if (code == kNote) {
-    note_.resize(rx_.preamble.length);
-    return {note_.data() + arrived, remaining};
-  }
-  if (code == kParcel) {
+  if (code == kNote || code == kParcel || code == kCall) {
     if (!parcel_ && rx_.preamble.length > kMostInParcel) signalException("a received message is too long");
     if (state_ == CLOSED) return {};
     if (!parcel_) parcel_.emplace(rx_.preamble.length);
@@ -458,18 +502,22 @@ void Pair::take_message(const Alive& buffer) {
     return parcel_.reset();
   }
   GroupState& group_state = group_states_[group];
+  if (code == kCall) {
+    if (!group_state.is_over_here) group_state.calls.push_back({slot, std::move(*parcel_)});
+    parcel_.reset();
+    return count(group_state.listener, rank_);
+  }
   if (code == kNote) {
-    if (!group_state.is_over_here) note_handler_(rank_, group, note_);
+    const Parcel note = *std::exchange(parcel_, std::nullopt);
+    if (!group_state.is_over_here) note_handler_(rank_, group, {note.memory.get(), length});
     group_state.is_over_there = slot != 0;
     if (group_state.is_over_here && group_state.is_over_there) group_states_.erase(group);
     return;
   }
   if (group_state.is_over_here) return;
   SlotQueues& line = group_state.slots[slot];
-  line.is_open = line.is_open || offset == kForEver;
   std::list<Part> parts;
-  if (line.is_open) parts.swap(line.sends);
-  else if (line.sends.empty()) ++line.ready;
+  if (line.sends.empty()) ++line.ready;
   else parts.splice(parts.end(), line.sends, line.sends.begin());
   erase_if_idle(group_state.slots, slot);
   try {
@@ -487,6 +535,7 @@ void Pair::changeState(state next) noexcept {
     if (ex_ != nullptr) signal_all();
     for (tcp::Op& op : tx_) op.ubuf = {};
     owned_.clear();
+    held_.clear();
     parcels_.ended(rank_);
   }
   tcp::Pair::changeState(next);
@@ -499,6 +548,7 @@ void Pair::signal_all() noexcept {
     if (buffer) static_cast<Receiver*>(buffer.operator->())->signalException(ex_);
   };
   for (const auto& [group, group_state] : group_states_) {
+    signal(group_state.listener);
     for (const auto& [slot, line] : group_state.slots) {
       for (const Part& part : line.sends) signal(part.buffer);
       for (const Part& part : line.receives) signal(part.buffer);
@@ -524,11 +574,7 @@ void Receiver::begin(Pair& pair) {
 }
 
 void Receiver::send(int peer, uint64_t slot, size_t offset, size_t bytes) {
-  send(peer, slot, offset, bytes, false);
-}
-
-void Receiver::send(int peer, uint64_t slot, size_t offset, size_t bytes, bool at_leisure) {
-  route_.pair_with(peer).send(*this, group_, slot, offset, std::min(bytes, size - offset), at_leisure);
+  route_.pair_with(peer).send(*this, group_, slot, offset, std::min(bytes, size - offset));
 }
 
 void Receiver::recv(int peer, uint64_t slot, size_t offset, size_t bytes) {

@@ -44,6 +44,8 @@ struct Parcel {
   size_t bytes;
 };
 
+struct ArrivedCall { uint64_t tag; Parcel parcel; };
+
 // Receives events about parcels. The thread that calls these functions has locked a pair. So a function must
 // not wait for a lock if the owner of the lock may wait for a pair.
 class Parcels {
@@ -63,22 +65,30 @@ class Pair : public gloo::transport::tcp::Pair {
   // has read the note. That thread holds the lock of the pair.
   using NoteHandler = std::function<void(int peer, uint64_t group, const std::string& text)>;
 
-  // Use the connected `socket`. Throws if the peer has closed it; the caller must then close `socket`.
-  Pair(Context* context, Device* device, int peer, int socket, NoteHandler note_handler, Parcels& parcels);
+  // Use the connected `socket`. Throws if the peer has closed it; the caller must then close `socket`. `alarm`
+  // lets Gloo's thread call settle() soon.
+  Pair(Context* context, Device* device, int peer, int socket, NoteHandler note_handler, Parcels& parcels,
+       std::function<void()> alarm);
   ~Pair() override;
 
-  // Set whether Gloo's thread reads arriving data. Initially it does.
+  // Set whether Gloo's thread reads arriving data. settle() sets it after a time without set_served(false).
   void set_served(bool served);
+  // On Gloo's thread, after an alarm. Return true if it must be called again.
+  bool settle();
   void read_available();
 
-  // Send a message. Messages of one slot of a group arrive in order. With `at_leisure`, the kernel may delay
-  // it until the next message, at most 200 ms or one round trip. Throws if the connection has ended.
-  void send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool at_leisure);
-  void hurry();
+  // Send a message. Messages of one slot of a group arrive in order. Throws if the connection has ended.
+  void send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);
   void receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);
-  // Post a receive in a slot for which the peer needs only one permission to send any number of messages. If
-  // `grants`, give this permission. Before that, post the receives for the first messages.
-  void expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool grants);
+  // Send a packet, which needs no permission. With `at_leisure`, it is sent together with
+  // the next packet, with several such packets, or after an alarm. Throws if the connection has ended.
+  void call(uint64_t group, uint64_t tag, std::initializer_list<iovec> parts, bool at_leisure);
+  // Send the packets that call() has delayed. Return true if the kernel has all data, or the connection has ended.
+  bool hurry();
+  // Count each packet of call() that arrives for `group` as a message that `buffer` has received.
+  void listen(Receiver& buffer, uint64_t group);
+  // Store the packets that have arrived for `group` in `calls`.
+  void take_calls(uint64_t group, std::vector<ArrivedCall>& calls);
   // Send `text` after all earlier data. If `is_last`, leave the group and drop this rank's waiting messages.
   void send_note(uint64_t group, const std::string& text, bool is_last);
   // Send a parcel after all earlier data. Throws if the connection is broken.
@@ -92,8 +102,6 @@ class Pair : public gloo::transport::tcp::Pair {
   // Return the time when the connection ended, or kNever. problem() returns the text of the error.
   Clock::time_point ended_at() const { return ended_at_; }
   std::string problem();
-  // True if the kernel has accepted all data, or the connection has ended.
-  bool has_written();
   // True if the peer's kernel has acknowledged all data or has been silent for `silence`, or if the
   // connection has ended. Then it is useless to wait any longer before the connection is closed.
   bool has_delivered(std::chrono::milliseconds silence);
@@ -109,9 +117,10 @@ class Pair : public gloo::transport::tcp::Pair {
   struct SlotQueues {
     std::list<Part> sends, receives;  // waiting
     int ready = 0;                    // number of receives that the peer announced
-    bool is_open = false;             // the peer permits any number of sends
   };
   struct GroupState {
+    std::vector<ArrivedCall> calls;
+    Weak listener;
     std::unordered_map<uint64_t, SlotQueues> slots;  // key: slot
     bool is_over_here = false, is_over_there = false;
   };
@@ -124,9 +133,12 @@ class Pair : public gloo::transport::tcp::Pair {
   void changeState(state next) noexcept override;
 
   void require_connected();
+  static void count(const Weak& weak, int peer);
   static bool is_buffer(const Weak& weak, const Receiver& buffer);
   void drop_sends(const Receiver& buffer, uint64_t group);
   void put(size_t code, uint64_t group, uint64_t slot, const Part& part);
+  bool send_held();
+  void serve(bool served);
   void fail(const char* doing, int error);
   iovec next_room(Alive& buffer);
   ssize_t fill(const iovec& room);
@@ -137,19 +149,20 @@ class Pair : public gloo::transport::tcp::Pair {
 
   const NoteHandler note_handler_;
   Parcels& parcels_;
+  const std::function<void()> alarm_;
   std::atomic<Clock::time_point> ended_at_{kNever};
   // The pair's mutex guards the members below.
   std::unordered_map<uint64_t, GroupState> group_states_;  // key: group number
   std::list<OwnedBuffer> owned_;
   bool is_matched_ = false;  // match_buffer() was called for this message
-  std::string note_;
   std::optional<Parcel> parcel_;
   std::unique_ptr<char[]> discarded_;  // for data that no buffer expects
   // beyond_: bytes that fill() has read in advance. is_drained_: the kernel had no more bytes.
   std::unique_ptr<char[]> beyond_;
   size_t beyond_begin_ = 0, beyond_end_ = 0;
   bool is_drained_ = false;
-  bool is_at_leisure_ = false;  // parameter of the current send()
+  std::string held_;  // delayed packets; the bytes in tx_ follow them
+  bool is_served_ = true, was_polled_ = false;  // was_polled_: since the last settle()
 };
 
 // Gives the buffers of one group access to its connections.
@@ -181,7 +194,6 @@ class Receiver : public gloo::transport::tcp::UnboundBuffer {
   ~Receiver() override;
 
   void send(int peer, uint64_t slot, size_t offset, size_t bytes) override;
-  void send(int peer, uint64_t slot, size_t offset, size_t bytes, bool at_leisure);
   void recv(int peer, uint64_t slot, size_t offset, size_t bytes) override;
   using UnboundBuffer::recv;
 

@@ -71,7 +71,7 @@ class Collectives::ReductionInParts {
         output_(output),
         sends_(group.mesh_.buffer(data, call.bytes())),
         results_(output != nullptr ? group.mesh_.buffer(output, parts_[rank_].bytes)
-                                   : group.mesh_.buffer(group.room(rank_).ptr, group.room(rank_).size)),
+                                   : group.mesh_.buffer(group.rooms_[rank_]->ptr, group.rooms_[rank_]->size)),
         collected_(size_),
         from_(size_) {
     for (int r = 0; r < size_ && collects(rank_); ++r) {
@@ -114,8 +114,8 @@ class Collectives::ReductionInParts {
     const Part own_piece = piece(rank_, c);
     if (own_piece.bytes == 0) return;
     for (int r = 0; r < size_; ++r) {
-      if (r != rank_) waiter_.received(group_.room(r), r);
-      const char* arrived = static_cast<const char*>(group_.room(r).ptr) + slot_offset(c);
+      if (r != rank_) waiter_.received(*group_.rooms_[r], r);
+      const char* arrived = static_cast<const char*>(group_.rooms_[r]->ptr) + slot_offset(c);
       from_[r] = r == rank_ ? data_ + own_piece.begin : arrived;
     }
     if (in_place_) waiter_.sent(*sends_, sent_[c]);
@@ -160,9 +160,6 @@ class Collectives::ReductionInParts {
   std::vector<int> sent_, pending_;  // destinations of chunks of data_, and of results
 };
 
-// Return the buffer for chunks of rank r. room(rank_) stores results if there is no output array.
-gloo::transport::UnboundBuffer& Collectives::room(int r) { return *rooms_[r]; }
-
 void Collectives::make_rooms() {
   const size_t bytes = slot_bytes(size_) * slot_count(size_);
   scratch_.reset(new char[size_ * bytes]);
@@ -173,7 +170,7 @@ void Collectives::make_rooms() {
 // Request a chunk from each rank in advance. Each rank can then send it as soon as it has compared the calls.
 void Collectives::request_chunk(size_t at) {
   for (int r = 0; r < size_; ++r) {
-    if (r != rank_) mesh_.request(room(r), r, kReduceSlot, at, slot_bytes(size_));
+    if (r != rank_) mesh_.request(*rooms_[r], r, kReduceSlot, at, slot_bytes(size_));
   }
 }
 
@@ -196,9 +193,7 @@ void Collectives::reduce_inline(const Call& call, const void* data, size_t skip,
 void Collectives::all_reduce(Call& call, void* data) {
   const bool small = call.bytes() * (size_ - 1) <= kInlineBytes;
   exchange_calls(call, data, same_for_all(small ? call.bytes() : 0));
-  if (small) reduce_inline(call, data, 0, call.signature.count, data);
-  await_pending();
-  if (small) return;
+  if (small) return reduce_inline(call, data, 0, call.signature.count, data);
   if (size_ == 2 && call.bytes() <= kInOneStep) {
     return reduce_in_parts(call, data, static_cast<char*>(data), same_for_all(call.bytes()), kNoPeer);
   }
@@ -216,7 +211,6 @@ void Collectives::reduce(Call& call, void* data) {
   if (small) give[root] = {0, call.bytes()};
   exchange_calls(call, data, give);
   if (small && rank_ == root) reduce_inline(call, data, 0, call.signature.count, data);
-  await_pending();
   if (small) return;
   Parts parts = even_parts(call.signature, size_, root);
   if (size_ == 2) {
@@ -243,9 +237,7 @@ void Collectives::reduce_sections(Call& call, const void* data, void* output, co
   });
   exchange_calls(call, data, small ? sections : same_for_all(0));
   const Part& own_piece = sections[rank_];
-  if (small) reduce_inline(call, data, own_piece.begin, own_piece.bytes / call.signature.itemsize, output);
-  await_pending();
-  if (small) return;
+  if (small) return reduce_inline(call, data, own_piece.begin, own_piece.bytes / call.signature.itemsize, output);
   reduce_in_parts(call, data, static_cast<char*>(output), sections, kNoPeer);
 }
 

@@ -14,50 +14,50 @@ class Relay {
   // Maximum total of all payloads, in bytes.
   static constexpr size_t kBytes = 64 << 10;
 
-  explicit Relay(Mesh& mesh) : mesh_(mesh) {}
+  explicit Relay(Mesh& mesh) : mesh_(mesh), inboxes_(mesh.size) {}
 
-  // Request the first messages. The neighbours must be connected.
+  // Listen to the neighbours, which must be connected.
   void open() {
-    const int rank = mesh_.rank, size = mesh_.size;
-    const auto room = [](size_t blocks) { return blocks * (sizeof(Head) + kAlignment) + kBytes; };
-    blocks_.reset(new char[room(size)]);
-    for (int distance = 1; distance < size; distance *= 2) {
-      Step step{(rank + distance) % size, (rank - distance + size) % size,
-                static_cast<size_t>(std::min(distance, size - distance)), {}, {}, nullptr};
-      for (size_t turn = 0; turn < kTurns; ++turn) {
-        step.rooms[turn].reset(new char[room(step.blocks)]);
-        step.receives[turn] = mesh_.buffer(step.rooms[turn].get(), room(step.blocks));
-      }
-      step.sends = mesh_.buffer(blocks_.get(), room(size));
-      steps_.push_back(std::move(step));
-    }
-    for (size_t turn = 0; turn < kTurns; ++turn) {
-      for (Step& step : steps_) request(step, turn);
-    }
+    for (int distance = 1; distance < mesh_.size; distance *= 2) listen(source(distance));
   }
 
   // Send `call`, `site` and the `bytes` bytes at `data` to all ranks, and receive the same from them. Throws
   // Failure.
   void exchange(const fl_signature& call, const fl_site& site, const void* data, size_t bytes, Waiter& waiter) {
     begins_.clear();
-    end_ = 0;
-    append({bytes, call, site, 1}, data);
-    for (Step& step : steps_) {
-      const size_t sent = step.blocks == begins_.size() ? end_ : begins_[step.blocks];
-      step.sends->send(step.to, kRelaySlot, 0, sent);
-      waiter.received(*step.receives[turn_], step.from);
-      take(step.rooms[turn_].get(), step.blocks);
+    blocks_.clear();
+    append({bytes, call, site}, static_cast<const char*>(data));
+    for (int distance = 1; distance < mesh_.size; distance *= 2) {
+      const size_t blocks = std::min(distance, mesh_.size - distance);
+      const size_t sent = blocks == begins_.size() ? blocks_.size() : begins_[blocks];
+      send((mesh_.rank + distance) % mesh_.size, blocks_.data(), sent);
+      take(receive(source(distance), waiter).memory.get(), blocks);
     }
-    for (Step& step : steps_) request(step, turn_);
-    turn_ = (turn_ + 1) % kTurns;
-    for (Step& step : steps_) waiter.sent(*step.sends, step.to);
+  }
+
+  // Send and receive data of the call after its exchange. The received data is valid until the next receive().
+  void send(int to, const char* data, size_t bytes) {
+    mesh_.pair_with(to).call(mesh_.group, 0, {{const_cast<char*>(data), bytes}, {}}, false);
+  }
+  const Parcel& receive(int from, Waiter& waiter) {
+    Inbox& inbox = inboxes_[from];
+    if (inbox.counter == nullptr) listen(from);
+    waiter.received(*inbox.counter, from);
+    if (inbox.waiting.empty()) mesh_.take_calls(from, inbox.waiting);
+    inbox.last = std::move(inbox.waiting.front().parcel);
+    inbox.waiting.erase(inbox.waiting.begin());
+    return *inbox.last;
   }
 
   // Call, call site, and payload of `rank` in the last exchange.
   const fl_signature& call(int rank) const { return head(rank).call; }
   const fl_site& site(int rank) const { return head(rank).site; }
   size_t bytes(int rank) const { return head(rank).bytes; }
-  const char* payload(int rank) const { return &blocks_[begins_[index_of(rank)]] + sizeof(Head); }
+  // Return the payload of `rank`, or the data of the last receive(), or null.
+  const char* payload(int rank) const {
+    if (bytes(rank) > 0) return &blocks_[begins_[index_of(rank)]] + sizeof(Head);
+    return inboxes_[rank].last ? inboxes_[rank].last->memory.get() : nullptr;
+  }
 
   // After a failed exchange: return the ranks with missing blocks.
   std::vector<int> missing() const {
@@ -69,46 +69,40 @@ class Relay {
   }
 
   // If the neighbour `rank` has begun the next exchange, store its call in `call` and return true.
-  bool is_ahead(int rank, fl_signature& call) const {
-    for (const Step& step : steps_) {
-      if (step.from != rank) continue;
-      const Head& head = *reinterpret_cast<const Head*>(step.rooms[turn_].get());
-      if (__atomic_load_n(&head.arrived, __ATOMIC_ACQUIRE) == 0) return false;
-      call = head.call;
-      return true;
-    }
-    return false;
+  bool is_ahead(int rank, fl_signature& call) {
+    Inbox& inbox = inboxes_[rank];
+    if (inbox.counter != nullptr && inbox.waiting.empty()) mesh_.take_calls(rank, inbox.waiting);
+    if (inbox.waiting.empty()) return false;
+    call = reinterpret_cast<const Head*>(inbox.waiting[0].parcel.memory.get())->call;
+    return true;
   }
 
  private:
-  // Number of posted receives per step. Requesting the next message early saves half a round trip.
-  static constexpr size_t kTurns = 2;
   static constexpr size_t kAlignment = 16;  // bytes; for reductions of complex long double
   struct alignas(kAlignment) Head {
     uint64_t bytes;  // bytes of the payload after this Head
     fl_signature call;
     fl_site site;
-    uint64_t arrived;  // nonzero after this Head has arrived
   };
-  struct Step {
-    int to, from;
-    size_t blocks;
-    std::unique_ptr<char[]> rooms[kTurns];
-    Buffer receives[kTurns];
-    Buffer sends;
+  // Packets from one rank.
+  struct Inbox {
+    Buffer counter;
+    std::vector<ArrivedCall> waiting;
+    std::optional<Parcel> last;
   };
 
   static size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+  int source(int distance) const { return (mesh_.rank - distance + mesh_.size) % mesh_.size; }
   // Return the index of the block of `rank`. Blocks are ordered downwards from this rank (modulo n).
-  size_t index_of(int rank) const { return (mesh_.rank - rank + mesh_.size) % mesh_.size; }
+  size_t index_of(int rank) const { return source(rank); }
   const Head& head(int rank) const {
     return *reinterpret_cast<const Head*>(&blocks_[begins_[index_of(rank)]]);
   }
 
-  void request(Step& step, size_t turn) {
-    std::memset(step.rooms[turn].get(), 0, sizeof(Head));  // marks that no message has arrived
-    const Buffer& receive = step.receives[turn];
-    mesh_.request(*receive, step.from, kRelaySlot, 0, receive->size);
+  void listen(int rank) {
+    if (!mesh_.is_connected(rank)) mesh_.require(rank);
+    inboxes_[rank].counter = mesh_.buffer(nullptr, 0);
+    mesh_.listen(*inboxes_[rank].counter, rank);
   }
 
   void take(const char* from, size_t blocks) {
@@ -119,20 +113,19 @@ class Relay {
     }
   }
 
-  void append(const Head& head, const void* payload) {
+  void append(const Head& head, const char* payload) {
     if (head.bytes * mesh_.size > kBytes) throw std::runtime_error("the payload is too long");
-    begins_.push_back(end_);
-    std::memcpy(&blocks_[end_], &head, sizeof(Head));
-    if (head.bytes > 0) std::memcpy(&blocks_[end_ + sizeof(Head)], payload, head.bytes);
-    end_ += sizeof(Head) + aligned(head.bytes);
+    begins_.push_back(blocks_.size());
+    const char* const bytes = reinterpret_cast<const char*>(&head);
+    blocks_.insert(blocks_.end(), bytes, bytes + sizeof(Head));
+    if (head.bytes > 0) blocks_.insert(blocks_.end(), payload, payload + head.bytes);
+    blocks_.resize(aligned(blocks_.size()));
   }
 
   Mesh& mesh_;
-  std::unique_ptr<char[]> blocks_;
+  std::vector<Inbox> inboxes_;  // by rank
+  std::vector<char> blocks_;
   std::vector<size_t> begins_;  // offsets of the blocks in blocks_
-  size_t end_ = 0;
-  std::vector<Step> steps_;
-  size_t turn_ = 0;
 };
 
 }  // namespace fl

@@ -145,7 +145,6 @@ void Collectives::scan(Call& call, void* data) {
   for (int r = rank_ + 1; r < size_ && small; ++r) give[r] = {0, call.bytes()};
   exchange_calls(call, data, give);
   if (small) scan_inline(call, data);
-  await_pending();
   if (!small) Chain(mesh_, call, static_cast<char*>(data)).run();
 }
 

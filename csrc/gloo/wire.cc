@@ -51,7 +51,7 @@ void GlooWire::send(int peer, const Room& room) {
   state.reserved.reset();
 }
 
-bool GlooWire::has_sent(int peer) { return links_.pair(peer) == nullptr || links_.pair(peer)->has_written(); }
+bool GlooWire::has_sent(int peer) { return links_.pair(peer) == nullptr || links_.pair(peer)->hurry(); }
 
 Wire::Room GlooWire::next(int peer) {
   PeerState& state = peer_states_[peer];
@@ -153,8 +153,8 @@ void GlooWire::begin_polling(int peer) {
 }
 
 void GlooWire::end_polling(int peer, bool in_vain) {
-  for_each(peer, [](Pair* pair, std::atomic<int>& pollers) {
-    if (--pollers == 0 && pair != nullptr) pair->set_served(true);
+  for_each(peer, [in_vain](Pair* pair, std::atomic<int>& pollers) {
+    if (--pollers == 0 && pair != nullptr && in_vain) pair->set_served(true);
   });
   polling_.has_waited(in_vain);
 }

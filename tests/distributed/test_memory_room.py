@@ -44,7 +44,7 @@ def make_groups(rank: int, size: int, more: int) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "more"), [("gloo", 60), ("shm", 120), *slow(("gloo", 120), ("shm", 60))]
+    ("backend", "more"), [("gloo", 15), ("shm", 120), *slow(("gloo", 30), ("shm", 60))]
 )
 def test_new_group_raises_if_memory_for_addresses_runs_out(backend: str, more: int) -> None:
     params = {"BACKEND": backend, "TIMEOUT": "5"}
