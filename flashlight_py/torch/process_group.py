@@ -23,10 +23,15 @@ from flashlight_py import distributed as fl
 from flashlight_py.distributed import P2POp, ProcessGroup, Work, internal
 from flashlight_py.distributed.internal import verbs as v
 from flashlight_py.errors import DistributedError
-from flashlight_py.torch.tensors import CODES, ElsewhereError, copied, join_tensors
+from flashlight_py.torch.tensors import (
+    CODES,
+    ElsewhereError,
+    copied,
+    join_tensors,
+    native_tensor,
+    one_piece,
+)
 from flashlight_py.torch.work import Ended, Futures, TensorWork, as_torchs
-
-from flashlight_py.torch.tensors import native_tensor, one_piece  # isort: skip
 
 NAME = "flashlight"  # backend name in torch
 _T = dist.ReduceOp.RedOpType
@@ -110,9 +115,7 @@ def _with_fast_path(method: Method) -> Method:
 
 def _only(tensors: Any) -> torch.Tensor:
     """Return the only tensor in ``tensors``. torch's functions pass a list of one tensor."""
-    if isinstance(tensors, torch.Tensor):
-        return tensors
-    (tensor,) = tensors
+    (tensor,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     return tensor
 
 
@@ -149,8 +152,7 @@ def _then(work: Any, is_async: bool, finish: Callable[[], object]) -> Any:
         then.source = work.source
         finish()
 
-    then = internal.Then(work, end)
-    return then
+    return (then := internal.Then(work, end))
 
 
 def _shapes(tensors: Any) -> Any:
@@ -161,8 +163,7 @@ def _shapes(tensors: Any) -> Any:
 
 def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
     """Return this package's name of torch's reduction ``op``, and the factor of the result."""
-    number = hash(op)
-    name = _OPS[number]
+    name = _OPS[number := hash(op)]
     scale = float(op.__getstate__()[1]) if number == _PREMUL else 1.0
     return (_OF_BOOL.get(name, name) if dtype is torch.bool else name), scale
 

@@ -267,16 +267,16 @@ def _numbers(random: Random) -> dict[str, int]:
 def arrays_of(work: Work) -> list[Any]:
     """Return the inputs."""
     rng = np.random.default_rng(0)
-    draw = {
-        "share": lambda shape: rng.random(shape, np.float32),
-        "positive": lambda shape: rng.random(shape, np.float32) * np.float32(0.9) + np.float32(0.1),
-    }
-    return [
-        rng.integers(0, values, shape)
-        if isinstance(values, int)
-        else draw.get(values, lambda shape: rng.standard_normal(shape, np.float32))(shape)
-        for values, shape in work.inputs
-    ]
+
+    def draw(values: str | int, shape: Shape) -> Any:
+        if isinstance(values, int):
+            return rng.integers(0, values, shape)
+        if values in ("share", "positive"):
+            low = np.float32(0.1 * (values == "positive"))
+            return rng.random(shape, np.float32) * (1 - low) + low
+        return rng.standard_normal(shape, np.float32)
+
+    return [draw(values, shape) for values, shape in work.inputs]
 
 
 def need_gradient(work: Work) -> list[bool]:
