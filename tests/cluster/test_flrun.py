@@ -60,7 +60,7 @@ def start(cluster: Cluster, hosts: str, *arguments: object) -> subprocess.Popen[
 
 def processes(host: Host) -> list[str]:
     """Return the programs of a host, without its first process and its sshd."""
-    lines = host.run(["ps", "-eo", "pid=,args="]).stdout.splitlines()
+    lines = host.run(["ps", "-wweo", "pid=,args="]).stdout.splitlines()
     return [line for line in lines if re.search("python|sleep", line) and "host_init" not in line]
 
 
