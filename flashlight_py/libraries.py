@@ -51,7 +51,7 @@ def blas(*names: str) -> tuple[Any, ...]:
 
     The flag is True if that BLAS has 64-bit integers.
     """
-    for functions in functions_of("blas", *(f"cblas_{name}" for name in names)):
+    for functions in functions_of("blas", *names):
         pointers = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
         return functions[0].__name__.endswith("64_"), *pointers
     return ()

@@ -6,9 +6,12 @@
 #define PY_ARRAY_UNIQUE_SYMBOL fl_nn_array_api
 #include <numpy/arrayobject.h>
 
+#include <algorithm>
 #include <cstring>
+#include <future>
 #include <initializer_list>
 #include <new>
+#include <vector>
 
 #include "nn.h"
 
@@ -16,6 +19,7 @@ namespace fl::nn {
 
 namespace {
 
+int (*blas_threads)() = nullptr;
 constexpr Py_ssize_t MOST_ARRAYS = 16, MOST_SIZES = 32, MOST_NUMBERS = 8;
 
 /* find(name): return the address of the kernel's row. */
@@ -135,19 +139,41 @@ PyObject* call(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+/* use_threads_of(function): store the address of OpenBLAS's openblas_get_num_threads, or nothing. */
+PyObject* use_threads_of(PyObject*, PyObject* args) {
+  Py_ssize_t address = 0;
+  if (!PyArg_ParseTuple(args, "|n", &address)) return nullptr;
+  blas_threads = reinterpret_cast<int (*)()>(address);
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {{"find", find, METH_O, nullptr},
                          {"call", call, METH_VARARGS, nullptr},
                          {"begin_pass", begin_pass_here<8>, METH_NOARGS, nullptr},
                          {"give_back", begin_pass_here<0>, METH_NOARGS, nullptr},
                          {"kept_bytes", kept_bytes_now, METH_NOARGS, nullptr},
+                         {"use_threads_of", use_threads_of, METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_nn",   nullptr, -1,     methods,
-                          nullptr,               nullptr, nullptr, nullptr};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_nn", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
+
+int64_t threads_for(int64_t products) {
+  constexpr int64_t LEAST = 4 << 20;  // about 0.1 ms: a thread starts in a tenth of this time
+  if (products < 2 * LEAST || blas_threads == nullptr) return 1;
+  return std::clamp<int64_t>(blas_threads(), 1, products / LEAST);
+}
+
+void in_threads(int64_t count, const std::function<void(int64_t)>& call) {
+  std::vector<std::future<void>> others;  // their destructors wait
+  for (int64_t i = 1; i < count; ++i) others.push_back(std::async(std::cref(call), i));
+  call(0);
+  for (std::future<void>& other : others) other.get();
+}
+
 }  // namespace fl::nn
 
 PyMODINIT_FUNC PyInit__nn(void) {
   import_array();
-  return PyModule_Create(&fl::nn::definition);
+  return PyModule_Create(&fl::nn::module);
 }

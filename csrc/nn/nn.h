@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 namespace fl::nn {
 
@@ -33,5 +34,11 @@ bool keep_freed();
 // Begin a backward pass: unmap blocks that were not used in the last `passes` passes.
 void begin_pass(size_t passes);
 size_t kept_bytes();
+
+// Return a number of threads for so many multiplications: at most the number that NumPy's OpenBLAS uses.
+int64_t threads_for(int64_t products);
+// Call `call` with 0 to `count` - 1, each in a thread of its own, or in this one if the system has no more
+// threads. Threads end here, so that a process may fork. Throw the exception of a call.
+void in_threads(int64_t count, const std::function<void(int64_t)>& call);
 
 }  // namespace fl::nn

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py import _native
+from flashlight_py import _native, libraries
 from flashlight_py.autograd.graph import EndCallback, Leaf, Node, Part, Target, Walk, this_thread
 from flashlight_py.device import Array, array_module
 
@@ -107,7 +107,9 @@ def in_backward() -> bool:
 @functools.cache
 def extension() -> Any | None:
     """Return the compiled module of csrc/nn, or None if it was not built."""
-    return _native.optional("nn", "layers compute with NumPy alone, several times slower")
+    if module := _native.optional("nn", "layers compute with NumPy alone, several times slower"):
+        module.use_threads_of(*libraries.blas("openblas_get_num_threads")[1:])
+    return module
 
 
 def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:

@@ -30,8 +30,8 @@ _MOST_DIMENSIONS = 8  # as in csrc/tape/tape.h
 _cached = functools.lru_cache(maxsize=1000, typed=True)  # some dtypes are equal to Python's types
 _MOST_MERGED = 50  # limits the time of a recording, which compares all operations of a loop
 _tape = _native.load_extension("tape")
-_blas = libraries.blas("sgemm", "dgemm", "sgemv", "dgemv", "sdot", "ddot")
-if _blas:
+_names = ("sgemm", "dgemm", "sgemv", "dgemv", "sdot", "ddot")
+if _blas := libraries.blas(*(f"cblas_{name}" for name in _names)):
     _tape.use_blas(*_blas)
 
 

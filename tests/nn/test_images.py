@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py import libraries
 from flashlight_py.autograd import Variable, gradcheck, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions import convolution
@@ -316,11 +317,25 @@ def test_infinite_pixel_affects_neighbours_only_in_bilinear_mode() -> None:
     x = np.zeros((4, 4))
     x[0, 0] = np.inf
     result = Upsample(2, "bilinear")(fl.input(x)).array
-    assert (result[:3, :3] == np.inf).all()
-    assert (result[3:] == 0).all()
-    assert (result[:, 3:] == 0).all()
+    np.testing.assert_array_equal(result, np.pad(np.full((3, 3), np.inf), (0, 5)))
 
 
 @for_each("shape", [(2, 3, 4), (1, 1), (1, 2, 5, 1)])
 def test_gradients_of_bilinear_upsampling_equal_central_differences(shape: Any) -> None:
     gradcheck(Upsample((2, 3), "bilinear"), [np.random.default_rng(0).normal(size=shape)])
+
+
+@for_each("shape outs", [((9, 64, 16, 16), 64), ((2, 256, 4, 4), 200), ((3, 8, 99, 99), 12)])
+def test_results_of_several_threads_are_equal_in_each_run(shape: Any, outs: int) -> None:
+    names = "openblas_get_num_threads", "openblas_set_num_threads"
+    for get_threads, set_threads in [*libraries.functions_of("openblas", *names)][:1]:
+        before, results = get_threads(), []
+        for threads in (1, 3, 2, 2, before):
+            set_threads(threads)
+            sizes = (outs, shape[1], 3, 3), (outs,), shape
+            x = [param(np.random.default_rng(0).normal(size=size)) for size in sizes]
+            (result := F.conv2d(x[2], *x[:2], padding=1)).sum().backward()
+            results.append([result.array, *(v.grad for v in x)])
+        for one, *others, again, _ in zip(*results, strict=True):
+            np.testing.assert_allclose(others, [one, one], atol=1e-9)
+            np.testing.assert_array_equal(others[1], again)
