@@ -175,7 +175,6 @@ class Collectives {
   Waiter* waiter_ = nullptr;
   uint32_t calls_ = 0;        // number of this rank's calls; 0 with a relay
   uint32_t compared_ = 0;     // number of the last compared call
-  uint32_t reposted_ = 0;     // receives are posted for the headers up to reposted_ + kTurns
   uint32_t awaited_ = 0;      // number of the call that this rank awaits
   Mismatches mismatches_{rank_, kMostAhead};
   // last_: with a relay, calls of the latest collective. received_at_: when calls last arrived.

@@ -70,9 +70,7 @@ class Mesh : public Transport, public Connections, public Route {
 
   // Call both functions before connect(). listen_for_hosts() returns a port or throws std::runtime_error.
   int listen_for_hosts() { return family_->listen_for_hosts(); }
-  void watch_hosts(std::shared_ptr<const Hosts> hosts) {
-    family_->watch_hosts(std::move(hosts));
-  }
+  void watch_hosts(std::shared_ptr<const Hosts> hosts) { family_->watch_hosts(std::move(hosts)); }
   void take_along(Companion companion);
   // Convert the ranks in `failure` from the whole group to this group. Ranks outside this group are dropped.
   Failure for_members(const Failure& failure) const;
@@ -94,9 +92,7 @@ class Mesh : public Transport, public Connections, public Route {
   // True if the peer has closed the group without a failure.
   bool has_closed(int peer) const;
   bool has_ended_sending(int peer) override;
-  void read(gloo::transport::UnboundBuffer& buffer, int peer) override {
-    links_.read(buffer, ranks_[peer]);
-  }
+  void read(gloo::transport::UnboundBuffer& buffer, int peer) override { links_.read(buffer, ranks_[peer]); }
   // Return the cause of the error `what`: another rank's reason, or lost ranks. `peer`: awaited rank, or -1.
   Failure explain(int peer, const std::string& what) override;
 

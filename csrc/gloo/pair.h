@@ -73,6 +73,7 @@ class Pair : public gloo::transport::tcp::Pair {
 
   // Set whether Gloo's thread reads arriving data. settle() sets it after a time without set_served(false).
   void set_served(bool served);
+  static inline std::atomic<int> sleepers{0};  // number of threads that sleep until Gloo's thread reads data
   // On Gloo's thread, after an alarm. Return true if it must be called again.
   bool settle();
   void read_available();

@@ -148,6 +148,7 @@ void Waiter::wait(gloo::transport::UnboundBuffer& buffer, int peer, const WaitFu
 void Waiter::enter(gloo::transport::UnboundBuffer& buffer, int peer, Abort abort) {
   const std::lock_guard<std::mutex> lock(watch_.mutex_);
   if (connections_.reason_) throw Failure(*connections_.reason_);
+  ++Pair::sleepers;
   buffer_ = &buffer;
   abort_ = abort;
   peer_ = peer;
@@ -155,6 +156,7 @@ void Waiter::enter(gloo::transport::UnboundBuffer& buffer, int peer, Abort abort
 
 void Waiter::leave() noexcept {
   const std::lock_guard<std::mutex> lock(watch_.mutex_);
+  --Pair::sleepers;
   buffer_ = nullptr;
 }
 

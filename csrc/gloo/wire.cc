@@ -154,7 +154,7 @@ void GlooWire::begin_polling(int peer) {
 
 void GlooWire::end_polling(int peer, bool in_vain) {
   for_each(peer, [in_vain](Pair* pair, std::atomic<int>& pollers) {
-    if (--pollers == 0 && pair != nullptr && in_vain) pair->set_served(true);
+    if (--pollers == 0 && pair != nullptr && (in_vain || Pair::sleepers > 0)) pair->set_served(true);
   });
   polling_.has_waited(in_vain);
 }

@@ -23,7 +23,9 @@ class GlooWire final : public Wire, public Parcels {
   void end_polling(int peer, bool in_vain) override;
   uint32_t begin_wait() override { return futex_.begin_wait(); }
   void wait(uint32_t since, bool as_caller, long milliseconds) override {
+    ++Pair::sleepers;
     futex_.wait(since, as_caller ? kCallers : kThread, milliseconds);
+    --Pair::sleepers;
   }
   void end_wait() override { futex_.end_wait(); }
   void wake(bool callers) override { futex_.wake(callers ? kCallers : kThread); }
