@@ -161,23 +161,21 @@ class HostCalls:
         self._exchange(call.array, inside, Call(call.verb, root=home))
         return call.array
 
-    def _exchange(
-        self, array: Array, inside: Call | None, between: Call, is_shared: bool = True
-    ) -> None:
+    def _exchange(self, x: Array, inside: Call | None, between: Call, share: bool = True) -> None:
         """Run the calls ``inside`` and then ``between`` (on leaders only) for each chunk of
-        ``array``; then ``_share`` the chunk, if ``is_shared``."""
-        flat, index = array.reshape(-1), self._inside.rank
+        ``x``; then ``_share`` the chunk, if ``share``."""
+        flat, index = x.reshape(-1), self._inside.rank
         before: tuple[Sequence[Array], Work] = (), _DONE
-        for chunk in cut_evenly(flat, max(1, array.nbytes // _CHUNK_BYTES)):
+        for chunk in cut_evenly(flat, max(1, x.nbytes // _CHUNK_BYTES)):
             if inside is not None:
                 self._inside.start(replace(inside, array=chunk)).wait()
             work: Work = _DONE
             parts = cut_evenly(chunk, 1 if chunk.nbytes <= _SMALL_BYTES else self._leaders)
             if self._between is not None and index < len(parts):
-                options = {"seconds": self.far, "blocking": chunk.size == array.size}
+                options = {"seconds": self.far, "blocking": chunk.size == x.size}
                 work = self._between.start(replace(between, array=parts[index], **options))
             self._share(*before)
-            before = parts if is_shared else (), work
+            before = parts if share else (), work
         self._share(*before)
 
     def _share(self, sections: Sequence[Array], work: Work = _DONE) -> None:
@@ -194,11 +192,11 @@ class HostCalls:
         home, inside = self._host_of[call.root], Call(ALL_REDUCE, None, call.op, first)
         array = call.array if self._rank == call.root else call.array.copy()
         between = Call(call.verb, None, call.op, last, home)
-        self._exchange(array, inside, between, is_shared=self._home == home)
+        self._exchange(array, inside, between, share=self._home == home)
         self._runs_ahead()
         return call.array
 
-    def all_gather(self, call: Call, rows: Sequence[int]) -> Array:
+    def all_gather(self, call: Call, rows: Sequence[int]) -> Any:
         """Gather the arrays of all ranks; ``rows`` has a row count for each rank, host by host."""
         gathered = (call if self._in_order else replace(call, out=None)).room(sum(rows))
         data, index = as_bytes(call.array), self._inside.rank
@@ -227,25 +225,31 @@ class HostCalls:
 
     def reduce_scatter(self, call: Call) -> Array:
         """Reduce inside hosts, then between hosts; return this rank's part of the result."""
-        own_rows = self._rows_of(call, self._rank)
+        own_rows, index = self._rows_of(call, self._rank), self._inside.rank
         result = call.room(own_rows.stop - own_rows.start)
-        if not self._even:
-            total = replace(call, verb=ALL_REDUCE, array=call.array.copy())
-            result[...] = self.all_reduce(total)[own_rows]
-            return result
-        assert self._between is not None  # each rank is a leader
         first, last = factors(call.array.dtype, call.op, call.scale)
         parts = [call.array[self._rows_of(call, rank)] for rank in self._order]
         flat = (call.array if self._in_order else np.concatenate(parts)).reshape(-1)
         counts = split_rows([part.size for part in parts], [len(host) for host in self._hosts])
-        lengths = [of_host[self._inside.rank] for of_host in counts]
+        sections = counts  # numbers of elements that each rank reduces, for each host
+        if not self._even:
+            cuts = [cut_evenly(range(sum(of_host)), self._leaders) for of_host in counts]
+            sections = [[*map(len, cut), *[0] * self._size][: self._inside.size] for cut in cuts]
+        lengths = [of_host[index] for of_host in sections]
         reduced = np.empty(sum(lengths), flat.dtype)
         arrays = split_rows(flat, list(map(sum, counts))), split_rows(reduced, lengths)
-        for array, out, rows in zip(*arrays, counts, strict=True):
+        for array, out, rows in zip(*arrays, sections, strict=True):
             step = Call(call.verb, array, call.op, first, rows=rows, out=out)
             self._inside.start(step).wait()
-        step = Call(call.verb, reduced, call.op, last, seconds=self.far)
-        self._between.start(replace(step, rows=lengths, out=result.reshape(-1))).wait()
+        own, of_ranks = result.reshape(-1), counts[self._home]
+        region = np.empty(0 if self._even else sum(of_ranks), flat.dtype)
+        shares = [] if self._even else split_rows(region, sections[self._home])[: self._leaders]
+        step = Call(call.verb, reduced, call.op, last, seconds=self.far, rows=lengths)
+        if self._between is not None:
+            self._between.start(replace(step, out=shares[index] if shares else own)).wait()
+        if shares:
+            self._share(shares)
+            own[...] = split_rows(region, of_ranks)[index]
         self._runs_ahead()
         return result
 
@@ -255,18 +259,16 @@ class HostCalls:
         begin = sum(rows[:rank])
         return slice(begin, begin + rows[rank])
 
-    def _in_rank_order(
-        self, call: Call, gathered: Array, rows: Sequence[int], copies: bool = True
-    ) -> Array:
-        """Return the rows of ``gathered`` in rank order. In ``gathered`` they are sorted by host.
+    def _in_rank_order(self, call: Call, x: Array, rows: Sequence[int], copies: bool = True) -> Any:
+        """Return the rows of ``x`` in rank order. In ``x`` they are sorted by host.
 
         Raises ValueError if ``call.out`` has a wrong number of rows.
         """
         if call.out is not None:
             check_out_rows(call.name, call.out, sum(rows), self._rank, self._size)
         if not copies:
-            return gathered
-        parts = sorted(zip(self._order, split_rows(gathered, rows), strict=True), key=itemgetter(0))
+            return x
+        parts = sorted(zip(self._order, split_rows(x, rows), strict=True), key=itemgetter(0))
         return np.concatenate([part for _, part in parts], out=call.room(sum(rows)))
 
 
