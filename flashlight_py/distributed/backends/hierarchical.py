@@ -241,15 +241,15 @@ class HostCalls:
         for array, out, rows in zip(*arrays, sections, strict=True):
             step = Call(call.verb, array, call.op, first, rows=rows, out=out)
             self._inside.start(step).wait()
-        own, of_ranks = result.reshape(-1), counts[self._home]
+        part, of_ranks = result.reshape(-1), counts[self._home]
         region = np.empty(0 if self._even else sum(of_ranks), flat.dtype)
         shares = [] if self._even else split_rows(region, sections[self._home])[: self._leaders]
         step = Call(call.verb, reduced, call.op, last, seconds=self.far, rows=lengths)
         if self._between is not None:
-            self._between.start(replace(step, out=shares[index] if shares else own)).wait()
+            self._between.start(replace(step, out=shares[index] if shares else part)).wait()
         if shares:
             self._share(shares)
-            own[...] = split_rows(region, of_ranks)[index]
+            part[...] = split_rows(region, of_ranks)[index]
         self._runs_ahead()
         return result
 
