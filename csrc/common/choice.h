@@ -81,7 +81,7 @@ class Choice {
     return {static_cast<CopyPath>(next), counts, &history, bytes, Clock::now()};
   }
 
-  // begin() for a transfer whose path one rank chooses.
+  // begin() for a transfer if a single rank chooses the path.
   Trial begin_alone(int verb, size_t bytes, int paths) {
     Slowest slowest;
     slowest.add(costs(verb, bytes));

@@ -300,7 +300,7 @@ class LSTM(BaseLayer):
 
     It maps ``[batch, seq_len * input_size]`` to ``[batch, seq_len * output_size]``. The time steps
     of a sample are consecutive. The gates f, i, g and o are functions of linear layers of x_t
-    joined to h_{t-1}: g is a tanh, the others are sigmoids, all linearised at their means. Then
+    joined to h_{t-1}: g is a tanh, f, i and o are sigmoids, all linearised at their means. Then
     ``c_t = f c_{t-1} + i g`` and ``h_t = o tanh(c_t)``. Moments of products include the covariances
     of the factors. Source: Vuong, Nguyen and Goulet, Coupling LSTM neural networks and state-space
     models through analytically tractable inference, International Journal of Forecasting, 2025.

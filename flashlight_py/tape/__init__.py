@@ -17,8 +17,8 @@ def capture(
     """Return ``step`` with native replays: later calls repeat the array operations of the first.
 
     Also a decorator, with or without arguments. The first call for a combination of shapes, strides
-    and dtypes is recorded. A later call is one call of native code. Its results are equal to those
-    of ``step``, bit by bit. **Each replay compares values that the step reads by name with the
+    and dtypes is recorded. A later call is one call of native code, and has the same bits as a call
+    of ``step``. **Each replay compares values that the step reads by name with the
     recorded values. Other Python code runs only once.** See docs/capture.md for details.
 
     Arguments are arrays, variables without gradients, and values such as numbers. Replays compare
