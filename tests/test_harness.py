@@ -121,15 +121,10 @@ def test_ranks_die_with_a_killed_harness(tmp_path: Path) -> None:
         "print(*pids, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=root,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", program]
+    env, root = {**os.environ, "TMPDIR": str(tmp_path)}, Path(__file__).parent.parent
+    pipe = subprocess.PIPE
+    done = subprocess.run(command, cwd=root, env=env, stdout=pipe, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
     assert len(done.stdout.split()) == 2
     assert leftovers.end_processes() == {}

@@ -257,9 +257,11 @@ class RankPool:
             raise RanksFailedError(f"distributed_shutdown, with exit codes {codes},", outcomes)
 
     def kill(self) -> None:
-        """End the ranks at once."""
+        """End the ranks and their children at once, and wait for their ends."""
         if self._world is not None:
+            running = self.pids()
             self._world.kill()
+            processes.wait_for_end(running, GRACE)
             self._world = None
             self._folder.cleanup()
 
@@ -278,8 +280,8 @@ class RankPool:
     def _run(
         self, world: testing.Ranks, fn: Any, args: Any, deadline: float, grace: float
     ) -> list[Outcome]:
-        task = pickle.dumps((fn, args))
-        outcomes = world.run(_call, self.size, task, timeout=deadline, grace=grace)
+        task = self.size, pickle.dumps((fn, args))
+        outcomes = world.run(_call, *task, timeout=deadline, grace=grace)
         return [Outcome.of(outcome) for outcome in outcomes]
 
     def _started(self) -> testing.Ranks:
