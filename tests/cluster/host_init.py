@@ -85,6 +85,10 @@ def _configure(plan: dict[str, Any]) -> None:
     if plan["address"]:
         commands.append(f"address add {plan['address']}/24 dev eth0")
     if plan["address6"]:
+        # By default an interface that goes down loses its IPv6 addresses, and network managers add
+        # them again.
+        with open("/proc/sys/net/ipv6/conf/eth0/keep_addr_on_down", "w") as file:
+            file.write("1")
         commands.append(f"address add {plan['address6']}/64 dev eth0 nodad")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     subprocess.run(["ip", "-batch", "-"], input="\n".join(commands), text=True, check=True)

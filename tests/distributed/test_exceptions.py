@@ -76,18 +76,6 @@ def test_exception_of_a_thread_is_reported_when_the_process_ends(tmp_path: Path)
     assert "it raised ZeroDivisionError: division by zero" in output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "statement", "code"), [("shm", "os._exit(4)", 4), ("gloo", "sys.exit(3)", 3)]
-)
-def test_exit_of_a_rank_raises_peer_lost_error(
-    tmp_path: Path, backend: str, statement: str, code: int
-) -> None:
-    (first, output), (second, _) = start_ranks(tmp_path, statement, BACKEND=backend)
-    assert (first, second) == (1, code)
-    assert "PeerLostError: [all_reduce] rank 0 of 2: lost rank 1 (" in output
-
-
 @pytest.mark.parametrize("params", [{"BACKEND": "mpi"}, *slow({})])
 def test_uncaught_exception_raises_on_other_ranks_under_mpirun(tmp_path: Path, params: Any) -> None:
     pytest.importorskip("mpi4py")
@@ -143,14 +131,6 @@ def test_report_contains_the_end_of_a_long_traceback() -> None:
     assert summary == "ValueError: first line"
     assert len(words.encode()) < 4000
     assert rest.endswith("second line")
-
-
-def test_keyboard_interrupt_is_reported_and_keeps_its_exit_status(tmp_path: Path) -> None:
-    statement = f"os.kill(os.getpid(), {int(signal.SIGINT)})"
-    (code, output), (other, _) = start_ranks(tmp_path, statement, BACKEND="shm")
-    assert code == 1
-    assert other == -signal.SIGINT
-    assert "it raised KeyboardInterrupt" in output
 
 
 def test_hooks_are_not_installed_at_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

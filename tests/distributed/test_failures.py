@@ -16,7 +16,7 @@ import pytest
 
 import flashlight_py as fl
 from tests.distributed.conformance import on_ranks, slow, world_of
-from tests.distributed.harness import run_outcomes, run_ranks, run_survivors
+from tests.distributed.harness import run_outcomes, run_ranks
 from tests.distributed.mismatch_errors import first_error, mismatch_now_or_later
 
 
@@ -79,32 +79,6 @@ def test_mismatch_raises_on_every_rank_and_names_both_calls(rank: int, size: int
         assert f"rank {rank} of {size}" in message, name
         assert "rank 0 called" in message, name
         assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group remains usable
-
-
-def reduce_forever(count: int) -> None:
-    while True:
-        fl.all_reduce(np.zeros(count))
-
-
-def die_in_the_middle(rank: int, size: int, count: int, victim: int) -> None:
-    fl.all_reduce(np.zeros(count))
-    if rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    why = rf"(?s)lost rank {victim}\b.*, which is process "
-    with pytest.raises(fl.errors.PeerLostError, match=why):
-        reduce_forever(count)
-    assert time.monotonic() - started < 10, "the others noticed late"
-    with pytest.raises(fl.errors.GroupClosedError):
-        fl.barrier()
-
-
-@pytest.mark.parametrize(
-    ("backend", "victim", "count"),
-    [*(("gloo", 0, 10), ("gloo", 2, 2_000_000)), *slow(("shm", 2, 10), ("shm", 0, 2_000_000))],
-)
-def test_killed_rank_is_named_by_other_ranks(backend: str, victim: int, count: int) -> None:
-    run_survivors(die_in_the_middle, 3, victim, count, victim, params={"BACKEND": backend})
 
 
 @on_ranks(("gloo", 3), slow=[("shm", 3)], lost=1)

@@ -193,22 +193,6 @@ def test_sync_distributed_raises_failures_without_wait(rank: int, size: int, kin
 
 
 @on_ranks()
-def test_rejected_call_matches_the_next_call_of_the_other_ranks(rank: int, size: int) -> None:
-    if rank == 0:
-        with pytest.raises(TypeError):
-            fl.all_reduce(np.array(["text"]))
-        fl.sync_distributed()
-        for other in range(1, size):
-            fl.isend(np.ones(1), other)
-    else:
-        fl.recv(np.ones(1), 0)
-        with pytest.raises(fl.errors.MismatchError):
-            fl.all_reduce(np.ones(3))
-    for count in (1, 200_000):
-        assert fl.all_reduce(np.ones(count))[-1] == size
-
-
-@on_ranks()
 def test_sync_distributed_in_a_thread_removes_no_result(rank: int, size: int) -> None:
     """All works end successfully, whichever thread removes them from the lists."""
     is_done = threading.Event()

@@ -59,16 +59,6 @@ def test_rank_that_loses_its_parent_gets_another_position(ranks: Ranks, victim: 
     assert all_closed([*started, *(ranks.start(rank, SIZE, fan=2) for rank in range(count, SIZE))])
 
 
-@pytest.mark.parametrize("victim", [1, 3, 7])
-def test_tree_names_a_rank_that_died_between_exchanges(ranks: Ranks, victim: int) -> None:
-    started = in_order(ranks, plans={victim: {"pause_at": "exchanged 0"}}, timeout=60.0)
-    started[victim].await_event("exchanged 0")
-    started.pop(victim).kill()
-    (reason,) = reasons(started)
-    assert f"rank {victim} of 8 (host " in reason
-    assert "has died or exited" in reason
-
-
 @pytest.mark.slow
 def test_tree_names_a_missing_rank_on_every_rank(ranks: Ranks) -> None:
     (reason,) = reasons(in_order(ranks, 6, timeout=1.5))
@@ -135,14 +125,6 @@ def test_rank_unlike_the_others_raises_on_every_rank(
     started = in_order(ranks, count, **plan)
     started.append(ranks.start(**{"size": SIZE, "fan": 2, **other}))
     assert all(re.search(why, rank.refusal()) for rank in started)
-
-
-@pytest.mark.parametrize("who", [1, 7])
-def test_abort_sends_its_reason_through_the_tree(ranks: Ranks, who: int) -> None:
-    started = in_order(ranks, plans={who: {"abort": "no network", "lengths": [3]}})
-    assert started.pop(who).outcome() == "closed"
-    (reason,) = reasons(started)
-    assert f"rank {who} aborted: no network" in reason
 
 
 # Hosts --------------------------------------------------------------------------------------------
