@@ -16,7 +16,8 @@ ROOT = CSRC.parent
 HEADERS = [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), ROOT / "flashlight_py/optim/rules.inc"]
 C = ["-O3", "-fvisibility=hidden"]
 # Without contraction into fused multiply-adds, every machine computes the same bits.
-CPP = [*C, "-std=c++17", "-ffp-contract=off"]
+STANDARD = "-std=c++17"
+CPP = [*C, STANDARD, "-ffp-contract=off"]
 # Without errno and traps, GCC vectorizes square roots and comparisons.
 KERNELS = [*CPP, "-fno-math-errno", "-fno-trapping-math"]
 # Python functions that the libraries call. fl_interrupted: whether a signal handler has raised an
@@ -37,7 +38,7 @@ def options(sources: list[str], flags: list[str]) -> dict[str, Any]:
         "depends": sorted(str(path.relative_to(ROOT)) for path in HEADERS),
         "include_dirs": ["."],
         "extra_compile_args": flags,
-        **({"language": "c++"} if sources[0].endswith(".cc") else {}),
+        **({"language": "c++"} if STANDARD in flags else {}),
     }
 
 
@@ -65,10 +66,10 @@ def binding(
         ffi.cdef((CSRC / path).read_text())
     for function in called or []:
         ffi.cdef(f'extern "Python" {function}')
-    compiled = options(sources, flags or []) | more if sources else {}
-    if sources and sources[0].endswith(".cc"):
+    compiled = options(sources or [], flags or []) | more if header else {}
+    if "language" in compiled:
         compiled["source_extension"] = ".cc"
-    text = f'#include "csrc/{header}"' if sources else None
+    text = f'#include "csrc/{header}"' if header else None
     ffi.set_source(f"flashlight_py._native._{name}", text, **compiled)
     return ffi
 
@@ -97,7 +98,7 @@ shm = binding(
     CPP,
     called=[INTERRUPTED, WHERE],
 )
-tagi = binding("tagi", ["tagi/tagi.cdef.h"], "tagi/tagi.h", files("tagi/*.cc"), KERNELS)
+tagi = binding("tagi", ["tagi/types.cdef.h", "tagi/kernels.cdef.h"], "tagi/tagi.h", flags=KERNELS)
 launch = binding("launch", ["nccl/launch.cdef.h"], "nccl/launch.h", files("nccl/*.c"), C)
 nccl = binding("nccl", ["nccl/nccl.cdef.h", "nccl/cuda.cdef.h"])
 BINDINGS = ["gloo", "shm", "tagi", "launch", "nccl"]

@@ -269,8 +269,8 @@ class Gates(NamedTuple):
 
     def _call(self, kernels: Any, name: str, rows: int, *arrays: Array | None) -> None:
         no, n = self.weight.mean.shape[1:]
-        sizes = kernels.ffi.new("fl_tagi_lstm *", (rows, self.steps, n - no, no))
         call = getattr(kernels.lib, f"fl_tagi_lstm_{name}")
+        sizes = (rows, self.steps, n - no, no)
         if call(sizes, *(floats(kernels, array) for array in arrays)):
             raise MemoryError(f"LSTM.{name} needs more memory for the weights of all gates")
 

@@ -326,7 +326,7 @@ class _Rows:
         dense = np.empty_like(units).strides == units.strides
         self.lead = units if dense else units.copy(order="K")
         steps = (step // REAL.itemsize for step in self.lead.strides[:2])
-        self._description = module.ffi.new("fl_tagi_rows *", (*units.shape, *steps))
+        self._description = (*units.shape, *steps)
 
     @classmethod
     def of(cls, units: Array) -> _Rows | None:

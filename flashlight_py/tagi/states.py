@@ -315,7 +315,7 @@ def _observe_natively(
     # array of another size.
     arrays = (outputs.mean, outputs.variance, outputs.slope)
     moments = [floats(module, None if a is None else a.reshape(d.shape)) for a in arrays]
-    description = ffi.new("fl_tagi_outputs *", (*moments, units, observed.size, observed_units))
+    description = (*moments, units, observed.size, observed_units)
     values, deltas = ([floats(module, a) for a in pair] for pair in ((observed, errors), (d, e)))
     module.lib.fl_tagi_observe(description, positions, *values, int(errors.size != 1), *deltas)
     return d, e

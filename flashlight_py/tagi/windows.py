@@ -197,10 +197,9 @@ def call_kernel(
     geometry = (windows.kernel, windows.stride, windows.before)
     ranges = (image_range.start, image_range.stop, rows.start, rows.stop)
     steps = (step // REAL.itemsize for step in images.strides[:3])
-    description = module.ffi.new("fl_tagi_windows *", (*sizes, *geometry, *ranges, *steps))
     kernel = getattr(module.lib, f"fl_tagi_{name}")
     values = (a if isinstance(a, int | float) else data_pointer(module, a) for a in arguments)
-    if kernel(description, *values):
+    if kernel((*sizes, *geometry, *ranges, *steps), *values):
         raise MemoryError(f"{name} needs more memory for the rows of a window")
     return True
 
