@@ -21,6 +21,11 @@ enum CopyPath {
 // Measured cost of each path for one rank, in picoseconds per byte; 0: not measured.
 struct Costs {
   std::array<uint16_t, kPaths> of;
+
+  // Raise each cost to the cost of `other`.
+  void raise(const Costs& other) {
+    for (int path = 0; path < kPaths; ++path) of[path] = std::max(of[path], other.of[path]);
+  }
 };
 
 // Choice of a copy path for each verb and size class.
@@ -32,18 +37,6 @@ class Choice {
   struct History;
 
  public:
-  // By path, the highest cost that a rank measured. A rank that only writes returns early and measures less.
-  class Slowest {
-   public:
-    void add(const Costs& costs) {
-      for (int path = 0; path < kPaths; ++path) costs_[path] = std::max(costs_[path], costs.of[path]);
-    }
-    int operator[](int path) const { return costs_[path]; }
-
-   private:
-    std::array<uint16_t, kPaths> costs_{};
-  };
-
   // `calls`: initial value of the call count of every verb and size class.
   explicit Choice(int verbs, uint32_t calls = 0) : histories_(verbs) {
     for (auto& sizes : histories_) sizes.fill(History{calls, kPaths, {}});
@@ -67,14 +60,15 @@ class Choice {
     return costs;
   }
 
-  // Choose one of the paths 0 to `paths` - 1. `bytes` is equal on all ranks. `slowest` combines the costs
-  // that all ranks have announced with this call.
-  Trial begin(int verb, size_t bytes, int paths, const Slowest& slowest) {
+  // Choose one of the paths 0 to `paths` - 1. `bytes` is equal on all ranks. `slowest` has the highest of
+  // the costs that all ranks have announced with this call. A rank that only writes returns early and measures
+  // less.
+  Trial begin(int verb, size_t bytes, int paths, const Costs& slowest) {
     History& history = histories_[verb][size_class(bytes)];
     const uint32_t call = history.calls++;
     const int best = best_path(paths, slowest);
     int next = next_path(best, call, paths);
-    const bool is_hopeless = call >= 2 * kTryEvery && slowest[next] > kHopeless * slowest[best];
+    const bool is_hopeless = call >= 2 * kTryEvery && slowest.of[next] > kHopeless * slowest.of[best];
     if (is_hopeless && call / kTryEvery % kTryHopeless != 0) next = best;
     // The first call on another path is not measured: the previous path determined the caches' contents.
     const bool counts = std::exchange(history.last, next) == next;
@@ -83,9 +77,7 @@ class Choice {
 
   // begin() for a transfer if a single rank chooses the path.
   Trial begin_alone(int verb, size_t bytes, int paths) {
-    Slowest slowest;
-    slowest.add(costs(verb, bytes));
-    return begin(verb, bytes, paths, slowest);
+    return begin(verb, bytes, paths, costs(verb, bytes));
   }
 
   // `more`: seconds per byte that the transfer costs another rank.
@@ -122,10 +114,10 @@ class Choice {
     return bytes == 0 ? 0 : 63 - static_cast<size_t>(__builtin_clzll(bytes));
   }
 
-  static int best_path(int paths, const Slowest& slowest) {
+  static int best_path(int paths, const Costs& slowest) {
     int best = kPastCaches;
     for (int path = 0; path < paths; ++path) {
-      if (slowest[path] != 0 && (slowest[best] == 0 || slowest[path] < slowest[best])) best = path;
+      if (slowest.of[path] != 0 && (slowest.of[best] == 0 || slowest.of[path] < slowest.of[best])) best = path;
     }
     return best;
   }

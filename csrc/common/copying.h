@@ -53,28 +53,24 @@ void copy_lines(void* to, const void* from, size_t bytes, Store store) {
   std::memcpy(target + i, source + i, bytes - i);
 }
 
+#endif
+
 inline void copy(void* to, const void* from, size_t bytes) {
-  if (bytes < kLongBytes) {
-    std::memcpy(to, from, bytes);
-    return;
-  }
-  copy_lines(to, from, bytes, [](__m128i* out, __m128i value) { _mm_store_si128(out, value); });
+#ifdef FL_HAS_SSE2
+  const auto store = [](__m128i* out, __m128i value) { _mm_store_si128(out, value); };
+  if (bytes >= kLongBytes) return copy_lines(to, from, bytes, store);
+#endif
+  std::memcpy(to, from, bytes);
 }
 
 inline void stream_copy(void* to, const void* from, size_t bytes) {
-  if (bytes < kStreamBytes) {
-    std::memcpy(to, from, bytes);
-    return;
+#ifdef FL_HAS_SSE2
+  if (bytes >= kStreamBytes) {
+    copy_lines(to, from, bytes, [](__m128i* out, __m128i value) { _mm_stream_si128(out, value); });
+    return _mm_sfence();  // the stores must be visible before the counter that announces them
   }
-  copy_lines(to, from, bytes, [](__m128i* out, __m128i value) { _mm_stream_si128(out, value); });
-  _mm_sfence();  // the stores must be visible before the counter that announces them
-}
-
-#else
-
-inline void copy(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
-inline void stream_copy(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
-
 #endif
+  std::memcpy(to, from, bytes);
+}
 
 }  // namespace fl

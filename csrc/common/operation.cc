@@ -72,9 +72,9 @@ fl_status Started::wait(double seconds) {
   Shared& shared = *operation.shared;
   const auto ended = [&] { return operation.status != FL_PENDING; };
   std::unique_lock<std::mutex> lock(shared.mutex);
-  if (operation.helper != nullptr && !ended()) {
+  if (operation.help && !ended()) {
     lock.unlock();
-    operation.helper->help(operation, seconds > 0);
+    operation.help(operation, seconds > 0);
     lock.lock();
   }
   // Do not sleep if `seconds` is 0: a sleep takes 60 us, because the kernel wakes threads late.

@@ -132,21 +132,11 @@ struct Stamp {
   void write() const { if (ended != nullptr) fl_stamp(ended, running); }
 };
 
-struct Operation;
-
-// Completes operations without a thread of their own, on the thread of a caller that polls or waits for them.
-class Helper {
- public:
-  // Complete `operation` if this does not block. `waits`: whether the caller will then wait for it.
-  virtual void help(const Operation& operation, bool waits) = 0;
-
- protected:
-  ~Helper() = default;
-};
-
 struct Operation : Outcome {
   std::shared_ptr<Shared> shared;
-  Helper* helper = nullptr;  // helper of an operation that has no thread; valid while pending
+  // For an operation without a thread: complete it on the thread of a caller that polls or waits, if this does
+  // not block. `waits`: whether the caller will then wait. Valid while the operation is pending.
+  std::function<void(const Operation& operation, bool waits)> help;
   double seconds = 0;
   Clock::time_point deadline = Clock::time_point::max();  // end of its waits, set when it begins to run
   std::function<void(Operation&)> run;

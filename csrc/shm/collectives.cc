@@ -13,17 +13,13 @@ Collectives::Collectives(Segment& segment, Peers& peers, Remote& remote, int ran
 
 // Choose the copy path from the costs that all ranks have announced with their calls. `bytes` is equal on all
 // ranks. Direct reads are allowed if `may_read`.
-CopyPath Collectives::choose(const fl_signature& signature, size_t bytes, bool may_read) {
-  return choose_in(calls_, signature, bytes, may_read);
-}
-
 CopyPath Collectives::choose_in(uint32_t number, const fl_signature& signature, size_t bytes, bool may_read) {
-  Choice::Slowest slowest;
+  Costs slowest{};
   bool all_can_read = may_read && bytes >= kReadBytes;
   for (int r = 0; r < size_; ++r) {
     const Call& call = call_of(r, number);
     all_can_read = all_can_read && (call.kind & kCanRead) != 0;
-    if ((call.kind & kIsLarge) != 0) slowest.add(call.large.costs);
+    if ((call.kind & kIsLarge) != 0) slowest.raise(call.large.costs);
   }
   const int key = signature.verb == FL_ALL_REDUCE && all_in_one_region() ? 0 : signature.verb;
   trial_ = choice_.begin(key, bytes, all_can_read ? kPaths : kDirectly, slowest);

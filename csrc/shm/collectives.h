@@ -123,7 +123,6 @@ class Collectives {
   void write_call(const fl_signature& signature, const Outgoing& outgoing, const fl_site* site, int64_t now);
   void announce_large(const fl_signature& signature, const void* data, Call& call);
   void show_waiting();
-  void wait_and_show();
   static int key_of(const fl_signature& signature, const Call& call);
   void receive_calls(const fl_signature& signature);
   void receive_some(const fl_signature& signature);
@@ -132,7 +131,6 @@ class Collectives {
   void wait_for_all(Watch watch, uint32_t number);
   bool all_have_called(uint32_t number) const;
   bool compare_call(uint32_t number);
-  bool all_call_the_same(uint32_t number) const;
   std::vector<fl_signature> calls(uint32_t number) const;
   [[noreturn]] void raise_now();
   CallReport report_of(uint32_t number);
@@ -165,7 +163,9 @@ class Collectives {
   void stream_sections(const Routes& routes, const void* data, const std::function<void(uint32_t)>& consume);
 
   // Choose how the data of a large call is copied.
-  CopyPath choose(const fl_signature& signature, size_t bytes, bool may_read = true);
+  CopyPath choose(const fl_signature& signature, size_t bytes, bool may_read = true) {
+    return choose_in(calls_, signature, bytes, may_read);
+  }
   CopyPath choose_in(uint32_t number, const fl_signature& signature, size_t bytes, bool may_read);
   // True if `rank` reads this rank's data in the current call.
   bool reads(int rank) const {

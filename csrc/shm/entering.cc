@@ -86,12 +86,6 @@ Collectives::Outgoing Collectives::outgoing_of(const fl_signature& signature, co
   return is_uneven ? sections_in(signature, data) : Outgoing{data, bytes_with_call(signature)};
 }
 
-void Collectives::wait_and_show() {
-  wait_for_room(outgoing_of(waiting_, waiting_data_).inline_bytes);
-  watch_ = watch_.in_call(calls_ + 1);
-  show_waiting();
-}
-
 void Collectives::show_waiting() {
   is_shown_ = true;
   announce(waiting_, outgoing_of(waiting_, waiting_data_), waiting_site_);
@@ -241,7 +235,11 @@ Progress Collectives::progress() {
 
 // Wait for the calls that this rank needs. If it needs the calls of all ranks, compare them.
 void Collectives::receive_calls(const fl_signature& signature) {
-  if (!is_shown_) wait_and_show();
+  if (!is_shown_) {
+    wait_for_room(outgoing_of(waiting_, waiting_data_).inline_bytes);
+    watch_ = watch_.in_call(calls_ + 1);
+    show_waiting();
+  }
   only_reader_ = -1;
   if (needed_.count() < size_) return receive_some(signature);
   const Call& own_call = call_of(rank_);
@@ -335,7 +333,8 @@ bool Collectives::compare_call(uint32_t number) {
     same = same && (r == rank_ || alike(own_call, peer_call, free));
   }
   if (root_must_know(verb)) same = same && (call_of(own_call.root, number).kind & kAny) == 0;
-  same = same || all_call_the_same(number);
+  // The complete calls give the same result on all ranks, also on ranks that do not know the shape.
+  same = same || are_one_call(calls(number).data(), size_);
   compared_ = number;
   if (same && (kinds & kIsLarge) != 0 && (own_call.kind & kRunsAhead) != 0 && verb == FL_GATHER) {
     mismatches_.forget_old(number);
@@ -351,11 +350,6 @@ bool Collectives::compare_call(uint32_t number) {
   };
   mismatches_.compared(number, same, made, needed, {});
   return same;
-}
-
-// Compare the complete calls. All ranks get the same result, also ranks that do not know the shape.
-bool Collectives::all_call_the_same(uint32_t number) const {
-  return are_one_call(calls(number).data(), size_);
 }
 
 std::vector<fl_signature> Collectives::calls(uint32_t number) const {

@@ -12,36 +12,28 @@ namespace fl {
 
 class Family {
  public:
-  // A group with a function tick(). After activate(), tick() is called every millisecond for some time.
-  class Ticking {
-   public:
-    virtual void tick() = 0;
-
-   protected:
-    ~Ticking() = default;
-  };
-
   Family(Mapping mapping, int rank, int size)
       : segment(std::move(mapping), size), remote(segment, rank, size), rings(segment, remote, rank, size),
         engine(rings, size) {}
   Family(const Family&) = delete;
 
-  void join(Ticking& group) {
+  // Add a group. After activate(), `tick` is called every millisecond for some time.
+  void join(uint64_t number, std::function<void()> tick) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    groups_.push_back(&group);
+    ticks_[number] = std::move(tick);
   }
   // Start the ticks. Throws if the thread cannot be created.
   void activate() {
     const std::lock_guard<std::mutex> lock(mutex_);
     ticker_.activate();
   }
-  // Remove a group. Its tick() is not called again. If it was the last group, all threads stop.
-  void leave(Ticking& group, uint64_t number) {
+  // Remove a group. Its `tick` is not called again. If it was the last group, all threads stop.
+  void leave(uint64_t number) {
     engine.forget(number);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      groups_.erase(std::remove(groups_.begin(), groups_.end(), &group), groups_.end());
-      if (!groups_.empty()) return;
+      ticks_.erase(number);
+      if (!ticks_.empty()) return;
     }
     ticker_.stop();
     engine.stop();
@@ -56,11 +48,11 @@ class Family {
  private:
   void tick() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (Ticking* group : groups_) group->tick();
+    for (const auto& [number, tick] : ticks_) tick();
   }
 
   std::mutex mutex_;
-  std::vector<Ticking*> groups_;
+  std::unordered_map<uint64_t, std::function<void()>> ticks_;  // by number of the group
   Ticker ticker_{[this] { tick(); }};
 };
 

@@ -22,7 +22,7 @@ ShmGroup::ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, co
       segment_(number == 0 ? family_->segment : own_segment_), peers_(segment_, rank, size_),
       collectives_(segment_, peers_, number == 0 ? family_->remote : *own_remote_, rank, size_),
       port_(family_->engine, number, rank, ranks, peers_) {
-  family_->join(*this);
+  family_->join(number, [this] { tick(); });
 }
 
 ShmGroup::~ShmGroup() { close(); }
@@ -38,7 +38,7 @@ void ShmGroup::close() {
   if (begun != nullptr) fl::finish(*begun, FL_CLOSED, kWasClosed);
   queue_.close();
   port_.close();
-  family_->leave(*this, number_);
+  family_->leave(number_);
   const bool nothing_runs = turn_.try_take_for(kLeavingMilliseconds);
   if (nothing_runs) peers_.give_up(Failure(FL_OK, {}, "left"));
   peers_.fail(Failure(FL_CLOSED, {}, kWasClosed));

@@ -15,7 +15,7 @@ namespace fl {
 // Writes the call site of the program to `site`. It is called on the caller's thread.
 using SiteFunction = void (*)(fl_site* site);
 
-class ShmGroup : private Helper, private Family::Ticking {
+class ShmGroup {
  public:
   // An operation. Null means that the operation succeeded and has no result to fetch.
   using Result = std::shared_ptr<Operation>;
@@ -98,8 +98,8 @@ class ShmGroup : private Helper, private Family::Ticking {
   void end_begun(Patience patience, bool or_hand_over);
   void hand_over();
   bool has_caught_up();
-  void help(const Operation& operation, bool waits) override;
-  void tick() override;
+  void help(const Operation& operation, bool waits);
+  void tick();
   Result run_collective(const Request& call);
 
   static Result reentrant_call() {

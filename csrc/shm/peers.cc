@@ -37,12 +37,6 @@ std::shared_ptr<Process> Process::find(int32_t pid) {
   return process;
 }
 
-bool Process::has_ended() const { return process_has_ended(fd_); }
-
-void Process::close_file() noexcept {
-  if (fd_ >= 0) close(std::exchange(fd_, kNoProcess));
-}
-
 // Peers ---------------------------------------------------------------------------------------
 
 Peers::Peers(const Segment& segment, int rank, int size)

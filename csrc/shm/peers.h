@@ -24,13 +24,12 @@ class Process {
 
   // `fd` is a pidfd, kNoProcess or kEndedProcess.
   explicit Process(int fd) : fd_(fd) {}
-  ~Process() { close_file(); }
+  ~Process() { if (fd_ >= 0) close(fd_); }
   Process(const Process&) = delete;
-  bool has_ended() const;
-  void close_file() noexcept;
+  bool has_ended() const { return process_has_ended(fd_); }
 
  private:
-  int fd_;
+  const int fd_;
 };
 
 // Reports lost ranks to all operations of a group. Thread-safe.

@@ -70,7 +70,7 @@ bool ShmGroup::begin_small(const Request& call, const fl_site& site, Result& res
     is_begun_ = true;
     begun_ = result = make_collective(call, site, true);
   }
-  begun_->helper = this;
+  begun_->help = [this](const Operation& operation, bool waits) { help(operation, waits); };
   try {
     family_->activate();
   } catch (const std::exception&) {  // the thread for ticks cannot be created
