@@ -85,43 +85,32 @@ static PyObject *call_arrays(PyObject *self, PyObject *const *args, double secon
   return run_collective(binding, x, out, &call);
 }
 
-/* Run a call with a number; the result is a number of the same kind. */
-static PyObject *call_number(PyObject *self, PyObject *const *args, double seconds) {
-  PyObject *call_args[MOST_ARGUMENTS - 1], *array = plain_of_number(args[1]);
-  if (array == NULL) return NULL;
-  memcpy(call_args, args, sizeof call_args);
-  call_args[1] = array;
-  PyObject *result = call_arrays(self, call_args, seconds);
-  if (result == array) {
-    Py_DECREF(result);
-    result = plain_number_of((PyArrayObject *)array, args[1]);
-  }
-  Py_DECREF(array);
-  return result;
-}
-
 static int is_strided(PyObject *x) {
   PyArrayObject *array = (PyArrayObject *)x;
   return PyArray_CheckExact(x) && !PyArray_IS_C_CONTIGUOUS(array) && PyArray_ISWRITEABLE(array);
 }
 
-/* Run a blocking call of strided arrays on contiguous copies, and copy the result back. */
-static PyObject *call_strided(PyObject *self, PyObject *const *args, double seconds) {
+/* Run a blocking call of a number or of strided arrays on contiguous copies. Copy the result back, or return a
+   number of the same kind. */
+static PyObject *call_copies(PyObject *self, PyObject *const *args, double seconds, int is_number) {
   PyObject *call_args[MOST_ARGUMENTS - 1], *result = NULL;
-  int is_good = 1;
   memcpy(call_args, args, sizeof call_args);
+  if (is_number) call_args[1] = plain_of_number(args[1]);
   for (int i = 1; i <= 2; ++i) {
     if (is_strided(args[i])) call_args[i] = PyArray_NewCopy((PyArrayObject *)args[i], NPY_CORDER);
-    is_good = is_good && call_args[i] != NULL;
   }
-  if (is_good) result = call_arrays(self, call_args, seconds);
+  if (call_args[1] != NULL && call_args[2] != NULL) result = call_arrays(self, call_args, seconds);
   for (int i = 1; i <= 2; ++i) {
-    PyObject *const copy = call_args[i], *const array = args[i];
-    if (copy == array || copy == NULL) continue;
+    PyObject *const copy = call_args[i], *const original = args[i];
+    if (copy == original || copy == NULL) continue;
     if (result == copy) {
       Py_DECREF(result);
-      result = PyArray_CopyInto((PyArrayObject *)array, (PyArrayObject *)copy) < 0 ? NULL : array;
-      Py_XINCREF(result);
+      if (is_number) {
+        result = plain_number_of((PyArrayObject *)copy, original);
+      } else {
+        result = PyArray_CopyInto((PyArrayObject *)original, (PyArrayObject *)copy) < 0 ? NULL : original;
+        Py_XINCREF(result);
+      }
     }
     Py_DECREF(copy);
   }
@@ -147,9 +136,9 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   if (is_left) Py_RETURN_NOTIMPLEMENTED;
   const int is_blocking = args[7] == Py_False;
   const int is_plain = !is_blocking || args[3] == Py_True; /* True: a receive that returns part of `x` */
-  if (!is_plain && (is_strided(args[1]) || is_strided(args[2]))) return call_strided(self, args, seconds);
+  if (!is_plain && (is_strided(args[1]) || is_strided(args[2]))) return call_copies(self, args, seconds, 0);
   const int is_number = is_blocking && plain_has_number(args);
-  return is_number ? call_number(self, args, seconds) : call_arrays(self, args, seconds);
+  return is_number ? call_copies(self, args, seconds, 1) : call_arrays(self, args, seconds);
 }
 
 /* native_sendrecv(x, dst, out, src, tag, recv_tag or None): return out, or NotImplemented. dst None: no send;

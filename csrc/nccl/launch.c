@@ -1,18 +1,10 @@
 #include "launch.h"
 
-typedef int (*record_fn)(void *event, void *stream);
-typedef int (*wait_fn)(void *stream, void *event, unsigned flags);
-typedef int (*group_fn)(void);
-typedef int (*reduce_fn)(const void *, void *, size_t, int, int, void *, void *);
-typedef int (*rooted_reduce_fn)(const void *, void *, size_t, int, int, int, void *, void *);
-typedef int (*broadcast_fn)(const void *, void *, size_t, int, int, void *, void *);
-typedef int (*gather_fn)(const void *, void *, size_t, int, void *, void *);
-typedef int (*send_fn)(const void *, size_t, int, int, void *, void *);
-typedef int (*receive_fn)(void *, size_t, int, int, void *, void *);
-typedef int (*copy_fn)(unsigned long long to, unsigned long long from, size_t, void *stream);
-typedef int (*graph_fn)(void *graph, void *stream);
+#include "cuda.cdef.h"
+#include "nccl.cdef.h"
 
-enum { NCCL_SUCCESS = 0, NCCL_IN_PROGRESS = 7 };
+/* The function at `address`, which has the signature of `name`. */
+#define AT(name, address) ((__typeof__(&name))(address))
 
 static int call(const fl_launcher *l, const fl_step *s, void *comm) {
   const void *from = (const void *)s->from;
@@ -21,29 +13,29 @@ static int call(const fl_launcher *l, const fl_step *s, void *comm) {
   switch (s->kind) {
     case FL_ALL_REDUCE:
     case FL_REDUCE_SCATTER:
-      return ((reduce_fn)function)(from, to, s->count, s->type, s->op, comm, stream);
+      return AT(ncclAllReduce, function)(from, to, s->count, s->type, s->op, comm, stream);
     case FL_REDUCE:
-      return ((rooted_reduce_fn)function)(from, to, s->count, s->type, s->op, s->peer, comm, stream);
+      return AT(ncclReduce, function)(from, to, s->count, s->type, s->op, s->peer, comm, stream);
     case FL_BROADCAST:
-      return ((broadcast_fn)function)(from, to, s->count, s->type, s->peer, comm, stream);
+      return AT(ncclBroadcast, function)(from, to, s->count, s->type, s->peer, comm, stream);
     case FL_ALL_GATHER:
-      return ((gather_fn)function)(from, to, s->count, s->type, comm, stream);
+      return AT(ncclAllGather, function)(from, to, s->count, s->type, comm, stream);
     case FL_SEND:
-      return ((send_fn)function)(from, s->count, s->type, s->peer, comm, stream);
+      return AT(ncclSend, function)(from, s->count, s->type, s->peer, comm, stream);
     default:
-      return ((receive_fn)function)(to, s->count, s->type, s->peer, comm, stream);
+      return AT(ncclRecv, function)(to, s->count, s->type, s->peer, comm, stream);
   }
 }
 
-static int is_failure(int status) { return status != NCCL_SUCCESS && status != NCCL_IN_PROGRESS; }
+static int is_failure(int status) { return status != ncclSuccess && status != ncclInProgress; }
 
 int fl_order(const fl_launcher *l, uintptr_t event, uintptr_t recorded, uintptr_t waiting) {
-  const int status = ((record_fn)l->event_record)((void *)event, (void *)recorded);
-  return status ? status : ((wait_fn)l->stream_wait)((void *)waiting, (void *)event, 0);
+  const int status = AT(cuEventRecord, l->event_record)((void *)event, (void *)recorded);
+  return status ? status : AT(cuStreamWaitEvent, l->stream_wait)((void *)waiting, (void *)event, 0);
 }
 
 int fl_call(const fl_launcher *l, uintptr_t comm, int is_group, int count, const fl_step *steps) {
-  int status = is_group ? ((group_fn)l->group_start)() : NCCL_SUCCESS;
+  int status = is_group ? AT(ncclGroupStart, l->group_start)() : ncclSuccess;
   if (is_failure(status)) return status;
   for (int i = 0; i < count; ++i) {
     const int result = call(l, &steps[i], (void *)comm);
@@ -51,7 +43,7 @@ int fl_call(const fl_launcher *l, uintptr_t comm, int is_group, int count, const
   }
   if (!is_group) return status;
   /* End the group also after a failure, because NCCL counts nested groups. */
-  const int ended = ((group_fn)l->group_end)();
+  const int ended = AT(ncclGroupEnd, l->group_end)();
   return is_failure(status) ? status : ended;
 }
 
@@ -62,7 +54,7 @@ int fl_launch(const fl_launcher *l, uintptr_t comm, int is_group, int count, con
   *nccl_status = fl_call(l, comm, is_group, count, steps);
   if (*nccl_status) return 0;
   if (caller_waits) return fl_order(l, done, l->stream, caller);
-  return ((record_fn)l->event_record)((void *)done, (void *)l->stream);
+  return AT(cuEventRecord, l->event_record)((void *)done, (void *)l->stream);
 }
 
 int fl_replay(const fl_replayer *r, int count, const fl_copy *blocks, uintptr_t stream,
@@ -70,10 +62,10 @@ int fl_replay(const fl_replayer *r, int count, const fl_copy *blocks, uintptr_t 
   for (int i = 0; i < count; ++i) {
     const fl_copy *b = &blocks[i];
     if (!b->bytes) continue;
-    const int status = ((copy_fn)r->copy)(b->target, b->source, b->bytes, (void *)stream);
+    const int status = AT(cuMemcpyDtoDAsync_v2, r->copy)(b->target, b->source, b->bytes, (void *)stream);
     if (status) return status;
   }
-  const int status = ((graph_fn)r->launch)((void *)r->graph, (void *)stream);
+  const int status = AT(cuGraphLaunch, r->launch)((void *)r->graph, (void *)stream);
   if (status || !done) return status;
-  return ((record_fn)r->record)((void *)done, (void *)stream);
+  return AT(cuEventRecord, r->record)((void *)done, (void *)stream);
 }

@@ -1,7 +1,6 @@
 // Optimizer steps: kernels per dtype and instruction set.
 
-#ifndef FL_OPTIM_H
-#define FL_OPTIM_H
+#pragma once
 
 #include <cstddef>
 
@@ -42,5 +41,3 @@ const Set& chosen_set();
 bool choose(const char* name);
 
 }  // namespace fl::optim
-
-#endif

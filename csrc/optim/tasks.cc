@@ -149,7 +149,6 @@ bool take_param(Owned param, Task* task) {
   task->piece.param = PyArray_DATA(array);
   task->piece.size = static_cast<size_t>(PyArray_SIZE(array));
   task->is_double = PyArray_TYPE(array) == NPY_DOUBLE;
-  for (void*& state : task->piece.states) state = task->piece.param;  // valid, if the rule has fewer states
   task->kept[0] = std::move(param);
   return true;
 }

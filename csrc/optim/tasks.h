@@ -1,7 +1,6 @@
 // Reading of an optimizer step's NumPy arrays with NumPy's C API.
 
-#ifndef FL_OPTIM_TASKS_H
-#define FL_OPTIM_TASKS_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -84,5 +83,3 @@ void run(const Task& task, const Rule& rule, const double* numbers, double scale
 PyObject* prepare(PyObject* module, PyObject* const* args, Py_ssize_t count);
 
 }  // namespace fl::optim
-
-#endif
