@@ -66,8 +66,26 @@ def items_in(value: Any) -> list[Any]:
 
 def arrays_in(value: Any) -> list[Array]:
     """Return the arrays in ``value``, an argument of a note."""
-    items = [item.data if isinstance(item, Variable) else item for item in items_in(value)]
-    return [item for item in items if type(item) is np.ndarray]
+    items = [x for x in items_in(value) if type(x) not in CONSTANT]
+    return [x for x in map(data_of, items) if type(x) is np.ndarray]
+
+
+def data_of(value: Any) -> Any:
+    """Return the array of a Variable. Return other values unchanged."""
+    return value.data if isinstance(value, Variable) else value
+
+
+def arrays_of(result: Any) -> list[Array]:
+    """Return the arrays that the stand-ins and variables in ``result`` represent."""
+    items = [x for x in map(data_of, items_in(result)) if type(x) in STAND_INS]
+    return [x.array if type(x) is Number else x.plain for x in items]
+
+
+def array_or_number(value: Any) -> Any:
+    """Return what a stand-in represents: an array or a number. Return other values unchanged."""
+    if type(value) is RecordedScalar:
+        return value.plain[()]
+    return value.plain if type(value) in STAND_INS else value
 
 
 def unwrap(value: Any) -> Any:

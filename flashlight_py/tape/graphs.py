@@ -34,7 +34,7 @@ from flashlight_py.optim.cuda import CapturedStep
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.random import generator
 from flashlight_py.structure import count, thread_state
-from flashlight_py.tape.arrays import CannotCapture, items_in, map_items
+from flashlight_py.tape.arrays import CannotCapture, data_of, items_in, map_items
 from flashlight_py.tape.recording import CtrlC, Watcher, line_of_user, merged, overlaps
 from flashlight_py.tape.state import ITEMS, EveryCall, State, plain_arrays
 
@@ -373,7 +373,7 @@ class Graphs:
         pairs: list[Any] = []
 
         def stage(value: Any) -> Any:
-            if not is_cupy(data := _data_of(value)):
+            if not is_cupy(data := data_of(value)):
                 return value
             array = data.copy(order="K")
             pairs.append((data, array))
@@ -405,7 +405,7 @@ class Graphs:
         except (RuntimeError, TypeError, ValueError, MemoryError) as error:
             return None, recorder.left or f"{type(error).__name__}: {error}"
         recorder.keep(pool)
-        for value in map(_data_of, items_in(result)):
+        for value in map(data_of, items_in(result)):
             if not (value is None or isinstance(value, str) or is_cupy(value)):
                 recorder.leave(f"it returns an object of {type(value).__name__}; return GPU arrays")
         return Graph(captured, recorder, key, pairs, result, state), recorder.left
@@ -471,7 +471,7 @@ def _spans_in(state: State, grads: Sequence[Any] = ()) -> list[tuple[int, int]]:
 
 def _form(value: Any) -> Any:
     """Return a key of an argument. A graph accepts arguments with the keys of its capture."""
-    data = _data_of(value)
+    data = data_of(value)
     if is_cupy(data):
         return type(value), data.shape, data.strides, data.dtype.char
     return value
@@ -487,12 +487,8 @@ def _restore(state: State, host: Iterable[tuple[Any, Any]]) -> None:
         np.copyto(array, copy)
 
 
-def _data_of(value: Any) -> Any:
-    return value.data if isinstance(value, Variable) else value
-
-
 def _arrays(values: Sequence[Any]) -> list[Any]:
-    return [data for data in map(_data_of, values) if is_cupy(data)]
+    return [data for data in map(data_of, values) if is_cupy(data)]
 
 
 # Matrix products -----------------------------------------------------------------------------

@@ -17,9 +17,8 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Node
 from flashlight_py.distributed.internal import bounds
-from flashlight_py.tape.arrays import Array, CannotCapture, Number, Recorded, RecordedScalar
-
-from flashlight_py.tape.arrays import arrays_in, items_in, map_items  # isort: skip
+from flashlight_py.tape import arrays as tape_arrays
+from flashlight_py.tape.arrays import Array, CannotCapture, arrays_in, arrays_of, map_items
 from flashlight_py.tape.lowering import Group, Instruction, Loops, Memory, Operand, Piece, lowered
 from flashlight_py.tape.recording import Note, address_of, array_at, merged
 
@@ -87,16 +86,16 @@ class Builder:
         if is_variable:
             source, inputs, is_state = result, self._values, result in memory.recording.variables
         else:
-            source, inputs = result.array if kind is Number else result.plain, memory.arguments
+            (source,), inputs = arrays_of(result), memory.arguments
             is_state = memory.of(self._noted(source)).piece is memory.elsewhere
         for number, value in enumerate(inputs):
             if value is source:
                 return ARGUMENT_ITSELF, None, None, number, None, ()
         if is_state:
-            return CONSTANT, array_or_number(result), None, 0, None, ()
-        if is_variable and not isinstance(result.data, Recorded):
+            return CONSTANT, tape_arrays.array_or_number(result), None, 0, None, ()
+        if not (computed := arrays_of(result)):
             raise CannotCapture("it returns a new variable of an array that it has not computed")
-        array: Any = result.data.plain if is_variable else source
+        array: Any = computed[0]
         operand = memory.of(self._noted(array))
         at = len(self._values) - 1 - operand.piece.argument  # a replay allocates the array
         if not operand.piece.is_made or operand.piece.argument < 0:
@@ -214,7 +213,7 @@ def empty_with_strides(array: Array) -> Array:
 
 
 def _fill(targets: list[Array], function: Any) -> None:
-    for target, result in zip(targets, items_in(function()), strict=True):
+    for target, result in zip(targets, tape_arrays.items_in(function()), strict=True):
         if np.shape(result) != target.shape:
             name = getattr(function.func, "__name__", function.func)
             raise RuntimeError(
@@ -376,20 +375,11 @@ def _gap(parts: list[Part], size: int, first: int, last: int) -> int:
 # Kinds of results in csrc/tape/program.h.
 CONSTANT, ARRAY, VARIABLE, NUMBER, SCALAR, ARGUMENT_ITSELF, TUPLE, LIST, DICT = range(9)
 _CONTAINERS: dict[type, int] = {tuple: TUPLE, list: LIST, dict: DICT}
-_STAND_INS: dict[type, int] = {Recorded: ARRAY, RecordedScalar: SCALAR, Number: NUMBER}
-
-
-def arrays_of(result: Any) -> list[Array]:
-    """Return the arrays that the stand-ins and variables in ``result`` represent."""
-    items: list[Any] = [x.data if isinstance(x, Variable) else x for x in items_in(result)]
-    return [x.array if type(x) is Number else x.plain for x in items if type(x) in _STAND_INS]
-
-
-def array_or_number(value: Any) -> Any:
-    """Return what a stand-in represents: an array or a number. Return other values unchanged."""
-    if type(value) is RecordedScalar:
-        return value.plain[()]
-    return value.plain if type(value) in _STAND_INS else value
+_STAND_INS: dict[type, int] = {
+    tape_arrays.Recorded: ARRAY,
+    tape_arrays.RecordedScalar: SCALAR,
+    tape_arrays.Number: NUMBER,
+}
 
 
 _INDEXING = {operator.getitem, np.take, np.ndarray.take, np.take_along_axis, np.choose}

@@ -29,7 +29,7 @@ from flashlight_py.device import is_cupy
 from flashlight_py.distributed.internal import membership
 from flashlight_py.nn import Module
 from flashlight_py.structure import HoldsState, Structured
-from flashlight_py.tape.arrays import KINDS, Number
+from flashlight_py.tape.arrays import KINDS, Number, data_of
 
 _tape = _native.load_extension("tape")
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -502,7 +502,7 @@ def replace_all(
 
 def _bits_of(value: Any) -> Any:
     """Return a key of the bits of arrays and numbers in ``value``. Other objects have key None."""
-    value = value.data if isinstance(value, Variable) else value
+    value = data_of(value)
     if isinstance(value, (np.ndarray, np.generic)) or is_cupy(value):
         return type(value), value.shape, value.dtype, value.tobytes()
     if isinstance(value, dict):
