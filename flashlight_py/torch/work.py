@@ -48,6 +48,7 @@ class TensorWork(dist.Work):
         super().__init__()
         self.work, self.tensors, self._futures = work, tensors, futures
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._error: Exception | None = None  # of an ended operation
         if _kept is not None:
             _kept.add(self)
 
@@ -81,9 +82,10 @@ class TensorWork(dist.Work):
         try:
             self.work.wait(seconds)
         except DistributedError as error:
+            self._error = None if error.goes_on else as_torchs(error)
             return not error.goes_on
-        except Exception:  # noqa: BLE001 (waiters get it)
-            return True
+        except Exception as error:  # noqa: BLE001 (waiters get it)
+            self._error = error
         return True
 
     def is_completed(self) -> bool:
@@ -92,15 +94,10 @@ class TensorWork(dist.Work):
         return self.work.is_completed() and self.ends_within(limit)
 
     def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        try:
-            if self.is_completed():
-                self.wait()
-        except Exception as error:  # noqa: BLE001 (any exception is the result)
-            return error
-        return None
+        return self._error if self.is_completed() else None
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors with the result. Blocks until the operation has ended."""
@@ -122,7 +119,7 @@ class TensorWork(dist.Work):
             while not (has_ended := self.is_completed()) and time.monotonic() < end:
                 os.sched_yield()  # ranks may share a core
             begun: torch.futures.Future[Any] = torch.futures.Future()
-            if has_ended and self.exception() is None:
+            if has_ended and self._error is None:
                 self._future = begun
                 begun.set_result(list(self.tensors))
                 return begun
