@@ -21,20 +21,16 @@ def capture(
     of ``step``. **Each replay compares values that the step reads by name with the
     recorded values. Other Python code runs only once.** See docs/capture.md for details.
 
-    Arguments are arrays, variables without gradients, and values such as numbers. Replays compare
-    these values, too. The step may read and write other arrays in place: arrays of modules,
-    optimizers, meters and variables that the function names (closures, defaults, globals,
-    ``self``), also in containers. Results are new variables, arrays and numbers, also in tuples,
-    lists and dicts.
+    Arguments are arrays, variables without gradients, and values such as numbers. The step may read
+    and write other arrays in place: arrays of modules, optimizers, meters and variables that the
+    function names (closures, defaults, globals, ``self``), also in containers. Results are new
+    variables, arrays and numbers, also in tuples, lists and dicts.
 
-    If modules, optimizers or hooks change, the step is recorded again. If the step reads a computed
-    value (``float(loss)``, ``if``) or uses an array that is neither an argument nor named, it stays
-    eager: each call runs the Python code. One ``RuntimeWarning`` states the reason and the line. If
-    the native module was not built, the step stays eager, too, and a logged warning says so.
+    If the step reads a computed value (``float(loss)``, ``if``) or uses an array that is neither an
+    argument nor named, it stays eager: each call runs the Python code. One ``RuntimeWarning``
+    states the reason and the line. Without native code, all steps stay eager.
 
-    With CuPy arrays, the second call is captured as a CUDA graph, which includes collectives.
-    Before each call, the ranks compare their graphs, blocking. If graphs differ, the step runs
-    eagerly.
+    With CuPy arrays, a step becomes a CUDA graph, and the ranks compare their graphs, blocking.
 
     Args:
         step: Function or method.

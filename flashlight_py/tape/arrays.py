@@ -255,7 +255,7 @@ class Number:
         return reject_read("item()", getattr(self.value, name))  # may raise AttributeError
 
 
-STAND_INS = {Number, *KINDS}
+STAND_INS = dict.fromkeys((Recorded, RecordedScalar, Number))  # in this order in program.py
 
 
 # Python looks up special methods in the class, so __getattr__ does not implement them ------------
@@ -283,7 +283,7 @@ def _reducing(ufunc: np.ufunc, dtype: Any = None, takes_dtype: bool = True) -> C
 _READERS = {"float": "float()", "int": "int()", "complex": "complex()", "index": "an index",
             "contains": "in", "repr": "repr()", "str": "str()", "format": "format()",
             "bytes": "bytes()", "reduce_ex": "a copy or pickle", "dlpack": "DLPack"}  # fmt: skip
-_METHODS: dict[str, Callable[..., Any]] = {
+_METHODS: dict[str, Any] = {
     "__len__": lambda self: len(self.plain),
     "__iter__": lambda self: (self[row] for row in range(len(self))),
     "__pow__": lambda self, other: compute(operator.pow, self, other),
@@ -292,6 +292,8 @@ _METHODS: dict[str, Callable[..., Any]] = {
         np.ndarray.repeat, self, np.asarray(repeats).tolist(), axis
     ),
     "copy": lambda self, order="C": compute(np.copy, self, order),
+    "dot": lambda self, *args, **options: compute(np.ndarray.dot, self, *args, **options),
+    "T": property(lambda self: type(self)(self.plain.T)),
     **dict.fromkeys(("__copy__", "__deepcopy__"), lambda self, _=None: self.copy()),
     **{f"__{name}__": _reading(f"__{name}__", words) for name, words in _READERS.items()},
     "sum": _reducing(np.add),
@@ -359,7 +361,7 @@ def _call_with_numbers(function: Any, numbers: list[int], *args: Any, **options:
     return function(*arguments, **options)
 
 
-_ARE_NO_NUMBERS = {Recorded, int, float, bool, str, type(None), *np.sctypeDict.values()}
+_ARE_NO_NUMBERS = {Recorded, np.ndarray, int, float, bool, str, type(None), *np.sctypeDict.values()}
 _WRITE_TO_FIRST = {np.copyto, np.place, np.putmask}
 _MIND_NUMBERS = {operator.pow, operator.setitem, np.ndarray.fill}
 

@@ -279,11 +279,9 @@ class Graphs:
                 recorder.begin(stack)
                 try:
                     result = ctrl_c.let_in(self._step, *args, **options)
-                except BaseException:
-                    # The caller may catch the error. Later votes need the groups.
+                finally:  # the caller may catch an error, and later votes need the groups
                     self._groups = list(recorder.groups) or None
-                    raise
-            self._groups = list(recorder.groups)
+            self._groups = self._groups or []
         if len(self._warm) >= _MOST_FORMS:
             self._warm.clear()
         self._warm[key] = int(count[0])

@@ -180,7 +180,7 @@ class Builder:
             return "loops", group.dimensions, operations
         if isinstance(group, Instruction):
             return *group.begin, *self._entries(group.operands)
-        args, options = map_items(group.args, self._view), map_items(group.options, self._view)
+        args, options = map_items((group.args, group.options), self._view)
         function: Any = group.function
         if hasattr(function, "prepared"):
             function, args = function.prepared(*args), ()
@@ -195,11 +195,10 @@ class Builder:
         return "call", fill, ()
 
     def _describe_argument(self, number: int, value: Any) -> tuple[Any, ...]:
-        kind: Any = type(value)
-        piece = self._memory.inputs.get(number)
-        if piece is not None:
+        if (piece := self._memory.inputs.get(number)) is not None:
             is_variable = isinstance(value, Variable)
             return VARIABLE_ARGUMENT if is_variable else ARRAY_ARGUMENT, piece.array, piece.home
+        kind: Any = type(value)
         if kind.__eq__ is object.__eq__ and kind.__weakrefoffset__:
             return OBJECT_ARGUMENT, weakref.ref(value, self._forget), None
         return VALUE_ARGUMENT, value, None
@@ -375,11 +374,7 @@ def _gap(parts: list[Part], size: int, first: int, last: int) -> int:
 # Kinds of results in csrc/tape/program.h.
 CONSTANT, ARRAY, VARIABLE, NUMBER, SCALAR, ARGUMENT_ITSELF, TUPLE, LIST, DICT = range(9)
 _CONTAINERS: dict[type, int] = {tuple: TUPLE, list: LIST, dict: DICT}
-_STAND_INS: dict[type, int] = {
-    tape_arrays.Recorded: ARRAY,
-    tape_arrays.RecordedScalar: SCALAR,
-    tape_arrays.Number: NUMBER,
-}
+_STAND_INS: dict[type, int] = dict(zip(tape_arrays.STAND_INS, (ARRAY, SCALAR, NUMBER), strict=True))
 
 
 _INDEXING = {operator.getitem, np.take, np.ndarray.take, np.take_along_axis, np.choose}

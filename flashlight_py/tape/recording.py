@@ -145,7 +145,7 @@ class Recording(Watcher):
         super().begin(stack)
 
     def end(self) -> None:
-        self._draws.recording = None
+        self._draws.recording = "has ended"
         for stand_in in [stand_in for ref in self.stand_ins if type(stand_in := ref()) in KINDS]:
             tape_arrays.keep(stand_in, None)  # the next recording numbers memory anew
         if self.pending:
@@ -486,19 +486,18 @@ class Draws:
     """A stand-in for a random ``generator``. Replays repeat the draws of this thread."""
 
     generator: Any = None
-    recording: Recording | None = None  # None after its end. Users may keep this object.
+    recording: Any = "has ended"  # users may keep this object
 
     def __getattr__(self, name: str) -> Any:
-        recording = self.recording
-        if name == "bit_generator" and recording is not None and thread_state.recorder is recording:
-            recording.leave("the state of the random generator is read, as by recompute(),")
+        if name == "bit_generator" and thread_state.recorder is self.recording:
+            self.recording.leave("the state of the random generator is read, as by recompute(),")
         value = getattr(self.generator, name)
         return functools.partial(self._draw, name) if callable(value) else value
 
     def _draw(self, name: str, *args: Any, **options: Any) -> Any:
         recording = self.recording
         result = getattr(self.generator, name)(*unwrap(args), **unwrap(options))
-        if recording is None or thread_state.recorder is not recording:  # another thread calls
+        if thread_state.recorder is not recording:  # another thread calls
             return result
         if any(type(argument) in KINDS for argument in (*args, *options.values())):
             recording.leave("random numbers are drawn with an array of the step")
