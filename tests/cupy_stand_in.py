@@ -6,8 +6,6 @@ records operations of streams and events, and copies to and from host buffers. t
 devices.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import operator
@@ -206,7 +204,7 @@ class Event:
 
     ends_at_once = True
     _numbers = itertools.count()
-    by_ptr: ClassVar[weakref.WeakValueDictionary[int, Event]] = weakref.WeakValueDictionary()
+    by_ptr: ClassVar["weakref.WeakValueDictionary[int, Event]"] = weakref.WeakValueDictionary()
 
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
         self.number = next(self._numbers)
@@ -217,7 +215,7 @@ class Event:
     def ptr(self) -> int:
         return self.number
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: "Stream") -> None:
         self.done = self.ends_at_once
         LOG.append(("record", stream.name, self.number))
 
@@ -225,8 +223,8 @@ class Event:
 class Stream:
     """A stream. The current stream is the last one that was entered."""
 
-    current: Stream
-    by_ptr: ClassVar[weakref.WeakValueDictionary[int, Stream]] = weakref.WeakValueDictionary()
+    current: "Stream"
+    by_ptr: ClassVar["weakref.WeakValueDictionary[int, Stream]"] = weakref.WeakValueDictionary()
 
     def __init__(self, non_blocking: bool = False, name: str = "communication") -> None:
         self.ptr, self.name = id(self), name
@@ -242,7 +240,7 @@ class Stream:
     def begin_capture(self) -> None:
         raise RuntimeError("the stand-in captures nothing")
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> "Stream":
         self._before.append(Stream.current)
         Stream.current = self
         return self

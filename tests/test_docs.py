@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.harness import mpirun_command
+from flashlight_py.doctor import mpirun_command
 from tests.launch.launcher import run
 
 ROOT = Path(__file__).parent.parent

@@ -11,15 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Pools
-from tests.distributed import leftovers
-from tests.distributed.harness import (
-    RankPool,
-    RanksFailedError,
-    living_processes,
-    run_outcomes,
-    run_ranks,
-    run_survivors,
-)
+from tests.distributed import harness, leftovers
 from tests.distributed.processes import is_alive
 from tests.pairwise import pairs
 
@@ -80,12 +72,12 @@ def interrupt_and_hang(rank: int, size: int, pid: int) -> None:
 def test_results_are_in_rank_order_and_the_environment_may_depend_on_the_rank(size: int) -> None:
     expected = [(rank, size, "a", 2, f"r{rank}") for rank in range(size)]
     env = lambda rank: {"MY_RANK": f"r{rank}"}  # noqa: E731
-    assert run_ranks(describe, size, "a", 2, init=None, env=env) == expected
+    assert harness.run_ranks(describe, size, "a", 2, init=None, env=env) == expected
 
 
 def test_error_shows_the_traceback_and_the_output_of_the_rank() -> None:
-    with pytest.raises(RanksFailedError) as failure:
-        run_ranks(raise_on, 2, 1, init=None)
+    with pytest.raises(harness.RanksFailedError) as failure:
+        harness.run_ranks(raise_on, 2, 1, init=None)
     text = str(failure.value)
     assert "rank 0: returned" in text
     assert "rank 1: raised ValueError: rank 1 does not like this" in text
@@ -94,9 +86,11 @@ def test_error_shows_the_traceback_and_the_output_of_the_rank() -> None:
 
 
 def test_deadline_shows_where_a_rank_hangs_and_kills_it_with_its_children(tmp_path: Path) -> None:
-    with RankPool(2, init=None) as pool:
+    with harness.RankPool(2, init=None) as pool:
         pids = pool.run(process_id)
-        with pytest.raises(RanksFailedError, match="did not answer before the deadline") as failure:
+        with pytest.raises(
+            harness.RanksFailedError, match="did not answer before the deadline"
+        ) as failure:
             pool.run(start_child_and_hang, str(tmp_path), deadline=1.0)
         assert "in start_child_and_hang" in str(failure.value)
         pids += [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
@@ -105,7 +99,7 @@ def test_deadline_shows_where_a_rank_hangs_and_kills_it_with_its_children(tmp_pa
 
 @pytest.mark.usefixtures("ctrl_c_is_raised")
 def test_ranks_are_killed_when_the_caller_is_interrupted() -> None:
-    pool = RankPool(2, init=None)
+    pool = harness.RankPool(2, init=None)
     pids = pool.run(process_id)
     with pytest.raises(KeyboardInterrupt):
         pool.run(interrupt_and_hang, os.getpid())
@@ -131,43 +125,43 @@ def test_ranks_die_with_a_killed_harness(tmp_path: Path) -> None:
 
 
 def test_outcomes_distinguish_results_exceptions_exits_and_signals() -> None:
-    raised = run_outcomes(raise_on, 2, 1, init=None)
+    raised = harness.run_outcomes(raise_on, 2, 1, init=None)
     assert [outcome.kind for outcome in raised] == ["returned", "raised"]
     assert raised[1].error_type == "ValueError"
     assert raised[1].error_classes[1] == "Exception"
     assert raised[1].message == "rank 1 does not like this"
 
-    left = run_outcomes(leave, 2, 0, 3, init=None)
+    left = harness.run_outcomes(leave, 2, 0, 3, init=None)
     assert (left[0].kind, left[0].exit_code, left[0].signal) == ("exited", 3, None)
     assert left[1].value == "stayed"
 
-    killed = run_outcomes(be_killed, 2, 0, init=None)
+    killed = harness.run_outcomes(be_killed, 2, 0, init=None)
     assert killed[0].signal == signal.SIGKILL
     assert killed[1].ok
 
 
 def test_survivors_excludes_the_killed_rank() -> None:
-    assert run_survivors(be_killed, 2, 0, 0, init=None) == [None]
-    with pytest.raises(RanksFailedError, match="rank 1 does not like this"):
-        run_survivors(raise_on, 2, 0, 1, init=None)
+    assert harness.run_survivors(be_killed, 2, 0, 0, init=None) == [None]
+    with pytest.raises(harness.RanksFailedError, match="rank 1 does not like this"):
+        harness.run_survivors(raise_on, 2, 0, 1, init=None)
 
 
 def test_outcomes_never_accept_a_stuck_rank() -> None:
-    with pytest.raises(RanksFailedError, match="did not answer"):
-        run_outcomes(hang_on, 2, 1, init=None, deadline=0.5)
+    with pytest.raises(harness.RanksFailedError, match="did not answer"):
+        harness.run_outcomes(hang_on, 2, 1, init=None, deadline=0.5)
 
 
 def test_unpicklable_result_is_an_error_of_the_rank() -> None:
-    with pytest.raises(RanksFailedError, match=r"raised .*lambda"):
-        run_ranks(return_unpicklable, 1, init=None)
+    with pytest.raises(harness.RanksFailedError, match=r"raised .*lambda"):
+        harness.run_ranks(return_unpicklable, 1, init=None)
 
 
 def test_pool_keeps_its_processes_between_calls_and_replaces_broken_ones() -> None:
-    with RankPool(2, init=None) as pool:
+    with harness.RankPool(2, init=None) as pool:
         first = pool.run(process_id)
         assert pool.run(process_id) == first
-        assert set(first) <= living_processes()
-        with pytest.raises(RanksFailedError):
+        assert set(first) <= harness.living_processes()
+        with pytest.raises(harness.RanksFailedError):
             pool.run(raise_on, 0)
         second = pool.run(process_id)
         assert not set(second) & set(first)
@@ -182,7 +176,7 @@ def test_pools_of_the_session_are_shared_by_world(pool: Pools) -> None:
 def test_leftover_process_is_found_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process may have left its process group and lost its parent."""
     monkeypatch.setattr(leftovers, "ENDING_SECONDS", 0.1)
-    (pid,) = run_ranks(start_child, 1, True, init=None)
+    (pid,) = harness.run_ranks(start_child, 1, True, init=None)
     assert list(leftovers.end_processes()) == [pid]
     assert not is_alive(pid)
 

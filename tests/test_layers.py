@@ -1,7 +1,5 @@
 """The layers of docs/design.md: direction of imports, and optional libraries."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

@@ -1,7 +1,5 @@
 """Extensions that cannot be loaded: the error states the reason and a remedy that exists."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -5,17 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from harness import report
 from harness.conductor import Conductor, Plan
 from harness.plot import plot_times
-from harness.report import (
-    duration,
-    left_out_text,
-    ratio_table,
-    size_name,
-    time_table,
-    verdict_table,
-    write_json,
-)
 from harness.statistics import Measurement
 from harness.verdicts import Verdict
 
@@ -24,20 +16,20 @@ LARGE = Measurement("all_reduce", "float32", 1 << 20, 2, {"ours": [3e-3]}, {"pee
 
 
 def by_size(measurement: Measurement) -> str:
-    return size_name(measurement.nbytes)
+    return report.size_name(measurement.nbytes)
 
 
 def test_sizes_and_durations_have_units() -> None:
-    assert [size_name(n) for n in (4, 1 << 10, 96 << 10, 256 << 20)] == [
+    assert [report.size_name(n) for n in (4, 1 << 10, 96 << 10, 256 << 20)] == [
         *("4 B", "1 KB", "96 KB", "256 MB")
     ]
-    assert [duration(seconds) for seconds in (8.31e-7, 12.34e-6, 0.0051, 2)] == [
+    assert [report.duration(seconds) for seconds in (8.31e-7, 12.34e-6, 0.0051, 2)] == [
         *("0.831 us", "12.3 us", "5.1 ms", "2 s")
     ]
 
 
 def test_time_table_shows_medians_and_a_dash_for_missing_contenders() -> None:
-    assert time_table([SMALL, LARGE], "bytes", by_size).splitlines() == [
+    assert report.time_table([SMALL, LARGE], "bytes", by_size).splitlines() == [
         "| bytes | ours | peer |",
         "| --- | ---: | ---: |",
         "| 4 B | 2 us | 4 us |",
@@ -46,18 +38,18 @@ def test_time_table_shows_medians_and_a_dash_for_missing_contenders() -> None:
 
 
 def test_ratio_table_divides_peer_times_by_our_time() -> None:
-    rows = ratio_table([SMALL, LARGE], "bytes", by_size, "ours").splitlines()
+    rows = report.ratio_table([SMALL, LARGE], "bytes", by_size, "ours").splitlines()
     assert rows[0] == "| bytes | peer |"
     assert rows[2:] == ["| 4 B | 2x |", "| 1 MB | - |"]
 
 
 def test_left_out_text_has_contenders_reasons_and_cases() -> None:
-    assert left_out_text([SMALL, LARGE], by_size) == "- LEFT OUT peer: refused (1 MB)"
-    assert left_out_text([SMALL], by_size) == ""
+    assert report.left_out_text([SMALL, LARGE], by_size) == "- LEFT OUT peer: refused (1 MB)"
+    assert report.left_out_text([SMALL], by_size) == ""
 
 
 def test_verdict_table_has_a_row_per_verdict() -> None:
-    rows = verdict_table([Verdict("speed", ">= 2x", "1x (4 B)", False)]).splitlines()
+    rows = report.verdict_table([Verdict("speed", ">= 2x", "1x (4 B)", False)]).splitlines()
     assert rows[2] == "| speed | >= 2x | 1x (4 B) | **no** |"
 
 
@@ -65,7 +57,7 @@ def test_write_json_contains_every_round_and_missing_contenders(tmp_path: Path) 
     conductor = Conductor(Plan(3, 0.1, 1.0))
     conductor.absent["torch"] = "not installed"
     file = tmp_path / "new folder" / "result.json"
-    write_json(file, {"CPU": "a"}, conductor, [SMALL, LARGE], [])
+    report.write_json(file, {"CPU": "a"}, conductor, [SMALL, LARGE], [])
     result = json.loads(file.read_text())
     assert result["machine"] == {"CPU": "a"}
     assert result["absent"] == {"torch": "not installed"}

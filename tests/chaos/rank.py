@@ -16,8 +16,6 @@ import flashlight_py.distributed.rendezvous.stores
 from tests.chaos.verbs import VERBS
 from tests.distributed.rendezvous_worker import report
 
-__all__ = ["EXIT_CODE", "compute", "endure", "report"]
-
 Plan = dict[str, Any]
 EXIT_CODE = 7
 # Seconds after which a round without an event ends.

@@ -7,8 +7,6 @@ from flashlight_py.distributed.verbs import VERBS as ALL
 from flashlight_py.distributed.verbs import Verb
 from tests.distributed.conformance import Array
 
-__all__ = ["MESSAGES", "VERBS"]
-
 # Around a ring.
 MESSAGES = ("sendrecv", "isend and irecv", "many in a batch")
 MANY = 40

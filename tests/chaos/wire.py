@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Address", "blobs", "connected", "crowd", "ends_of", "listening", "received"]
-
 Address = tuple[str, int]
 CONNECTED, LISTENS = "01", "0A"
 # Seconds that a stranger waits to be accepted.

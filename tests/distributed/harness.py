@@ -27,24 +27,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py import blas
-from flashlight_py.doctor import mpirun_command
 from flashlight_py.testing import ranks as testing
 from tests.distributed import launched, processes
 
 if TYPE_CHECKING:
     from tests.cluster.hosts import Host
-
-__all__ = [
-    "Outcome",
-    "RankPool",
-    "RanksFailedError",
-    "living_processes",
-    "mpirun_command",
-    "run_outcomes",
-    "run_ranks",
-    "run_survivors",
-    "start_server",
-]
 
 # Limit in seconds for one hanging rank, if all tests together have little time.
 MOST = float(os.environ.get("FLASHLIGHT_TEST_DEADLINE", "inf"))

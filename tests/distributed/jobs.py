@@ -9,8 +9,6 @@ from pathlib import Path
 
 from tests.distributed import processes
 
-__all__ = ["finish", "finish_all", "free_port", "start"]
-
 ROOT = Path(__file__).parents[2]
 # Seconds from the failure to the end of a job. Without a notice the ranks would wait for minutes.
 SOON = 30.0

@@ -7,14 +7,6 @@ import numpy as np
 
 import flashlight_py as fl
 
-__all__ = [
-    "first_error",
-    "mismatch_error",
-    "late_mismatch",
-    "mismatch_now_or_later",
-    "late_message_mismatches",
-]
-
 
 def mismatch_error(call: Callable[[], Any]) -> str:
     try:

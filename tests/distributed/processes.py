@@ -56,6 +56,14 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def await_file(path: Path, seconds: float = 30.0) -> None:
+    """Return when another process has created ``path``."""
+    ends = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < ends, f"{path} has not come"
+        time.sleep(0.01)
+
+
 def wait_for_end(pids: set[int], seconds: float) -> None:
     """Return when all ``pids`` have ended, or after ``seconds``."""
     ends = time.monotonic() + seconds

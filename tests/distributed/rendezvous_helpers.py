@@ -1,7 +1,5 @@
 """Ranks of a rendezvous as real processes: start, pause and kill them, and read their reports."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json
@@ -20,8 +18,6 @@ import pytest
 
 from tests.distributed import leftovers
 
-__all__ = ["Rank", "Ranks", "all_closed", "ranks_at"]
-
 ROOT = Path(__file__).parents[2]
 FINAL = ("closed", "refused", "crashed", "dying")
 DEADLINE = 30.0
@@ -30,7 +26,7 @@ DEADLINE = 30.0
 class Rank:
     """One rank and the events that it has reported."""
 
-    def __init__(self, server: _Server, plan: dict[str, Any]) -> None:
+    def __init__(self, server: "_Server", plan: dict[str, Any]) -> None:
         self._server = server
         self.plan = plan
         self.events: dict[str, dict[str, Any]] = {}
@@ -126,7 +122,7 @@ class Ranks:
 class _Server:
     """The process that forks ranks, shared by all tests of a session."""
 
-    _started: ClassVar[list[_Server]] = []
+    _started: ClassVar["list[_Server]"] = []
 
     def __init__(self) -> None:
         self._ranks: list[Rank] = []
@@ -142,7 +138,7 @@ class _Server:
         atexit.register(self._close)
 
     @classmethod
-    def running(cls) -> _Server:
+    def running(cls) -> "_Server":
         if not cls._started or cls._started[-1]._process.poll() is not None:
             cls._started.append(cls())
         return cls._started[-1]

@@ -1,7 +1,5 @@
 """A rank of a rendezvous for rendezvous_helpers, which reports events as JSON lines."""
 
-from __future__ import annotations
-
 import encodings.idna  # noqa: F401 - another user may not read the files of this Python
 import json
 import os

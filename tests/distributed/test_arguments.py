@@ -111,6 +111,9 @@ def test_verbs_return_their_argument_times_scale_in_a_world_of_one() -> None:
     assert fl.all_reduce(x, scale=2.0) is x
     assert x.tolist() == [0, 2, 4, 6]
     assert fl.all_reduce_multiple([x], scale=0.5, contiguous=True)[0] is x
+    v = fl.param(np.ones(3))
+    assert fl.all_reduce(v, scale=3.0) is v
+    assert v.array.tolist() == [3, 3, 3]
     assert fl.broadcast(x) is x
     assert fl.all_reduce(np.array([2.5, 0, np.nan]), op="land").tolist() == [1, 0, 1]
     assert fl.all_gather(x).tolist() == x.tolist() == fl.reduce_scatter(x).tolist()
@@ -118,12 +121,6 @@ def test_verbs_return_their_argument_times_scale_in_a_world_of_one() -> None:
     fl.sync_distributed()
     assert (fl.get_world_rank(), fl.get_world_size(), fl.get_local_rank()) == (0, 1, 0)
     assert fl.distributed_backend() is fl.DistributedBackend.SINGLE
-
-
-def test_all_reduce_reduces_the_array_of_a_variable() -> None:
-    v = fl.param(np.ones(3))
-    assert fl.all_reduce(v, scale=3.0) is v
-    assert v.array.tolist() == [3, 3, 3]
 
 
 @pytest.mark.parametrize("verb", [fl.all_reduce, fl.broadcast, fl.all_gather, fl.reduce_scatter])

@@ -4,8 +4,6 @@ Ranks are native groups in one process, so a test can redirect their connections
 tests/native/gloo.
 """
 
-from __future__ import annotations
-
 import hmac
 import shutil
 import socket

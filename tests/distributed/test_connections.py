@@ -25,6 +25,7 @@ from flashlight_py.errors import (
 )
 from tests.distributed.conformance import hosts_by_letter, on_ranks
 from tests.distributed.harness import run_ranks
+from tests.distributed.processes import await_file
 from tests.pairwise import pairs
 
 RANKS = 12  # ranks that forward calls, without a full mesh
@@ -152,11 +153,6 @@ def first_message(
     with suppress(fl.errors.DistributedError):
         fl.distributed_shutdown()
     return text
-
-
-def await_file(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.01)
 
 
 FIRST_MESSAGES = {

@@ -7,12 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from flashlight_py.distributed.rendezvous.environment import (
-    LaunchEnvironment,
-    agent_port,
-    derived_port,
-    detect,
-)
+from flashlight_py.distributed.rendezvous import environment
 
 
 def variables(text: str) -> dict[str, str]:
@@ -54,8 +49,8 @@ POD = variables("JOB_COMPLETION_INDEX=2 HOSTNAME=train-workers-0-2")
 POD_MEETING = variables("MASTER_ADDR=train-workers-0-0.train MASTER_PORT=29500")
 
 
-def detect_fields(environ: Mapping[str, str]) -> LaunchEnvironment:
-    launch = detect(environ)
+def detect_fields(environ: Mapping[str, str]) -> environment.LaunchEnvironment:
+    launch = environment.detect(environ)
     assert launch is not None
     return launch
 
@@ -106,7 +101,7 @@ def test_detect_uses_inner_launcher(environ: dict[str, str], expected: tuple[obj
     ],
 )
 def test_detect_returns_none_without_a_launcher(environ: dict[str, str]) -> None:
-    assert detect(environ) is None
+    assert environment.detect(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -132,7 +127,7 @@ def test_detect_names_the_variables_that_it_used(monkeypatch: pytest.MonkeyPatch
     assert detect_fields(TRAINJOB).source == "PET_NODE_RANK, PET_NNODES"
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    launch = detect()  # reads os.environ
+    launch = environment.detect()  # reads os.environ
     assert launch == detect_fields(TORCHRUN)
     assert launch.source == "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
 
@@ -160,15 +155,15 @@ def test_detect_uses_flrun_addresses_only_if_master_addr_and_port_are_unchanged(
 
 
 def test_derived_port_differs_from_the_port_of_the_torchrun_agent() -> None:
-    assert all(12_000 <= derived_port(port, 1) < 32_000 for port in range(1, 65536))
-    assert not any(derived_port(port, 1) == port for port in range(1, 65536))
+    assert all(12_000 <= environment.derived_port(port, 1) < 32_000 for port in range(1, 65536))
+    assert not any(environment.derived_port(port, 1) == port for port in range(1, 65536))
 
 
 def test_detect_prefers_flrun_inside_a_step_of_another_launcher() -> None:
     """The mark of flrun shows that RANK and WORLD_SIZE are not left over from an earlier launch."""
     inner = {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
     with pytest.raises(ValueError, match="contradict OMPI_COMM_WORLD_RANK"):
-        detect(inner)
+        environment.detect(inner)
     launch = detect_fields({**inner, "FLASHLIGHT_RESTART_COUNT": "0"})
     assert (launch.launcher, launch.rank, launch.size) == ("launcher", 0, 2)
 
@@ -213,7 +208,7 @@ def test_detect_uses_the_first_host_of_a_slurm_step_as_master(nodes: str, first:
 )
 def test_detect_names_contradictory_variables(environ: dict[str, str], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        detect(environ)
+        environment.detect(environ)
 
 
 class Asked(dict[str, str]):
@@ -235,8 +230,8 @@ def test_detect_reads_every_variable_in_the_documentation() -> None:
     table = page.partition("### More than 64 hosts")[2].partition("\n## ")[0]
     named = {name for name in re.findall(r"`([A-Z_]+)`", table) if "_" in name}
     for set_ in (TORCHRUN, OPEN_MPI, HYDRA, STEP, TRAINJOB, {"JOB_COMPLETION_INDEX": "0"}):
-        detect(Asked(set_))
-    detect(Asked({"SLURM_NTASKS_PER_NODE": "3", "SLURM_STEP_ID": "0", **BATCH_SHELL}))
-    agent_port(Asked())
+        environment.detect(Asked(set_))
+    environment.detect(Asked({"SLURM_NTASKS_PER_NODE": "3", "SLURM_STEP_ID": "0", **BATCH_SHELL}))
+    environment.agent_port(Asked())
     assert len(named) > 20
     assert named <= Asked.read

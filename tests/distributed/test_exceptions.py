@@ -12,9 +12,9 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.failures import abort
+from flashlight_py.doctor import mpirun_command
 from tests.distributed import conformance
 from tests.distributed.conformance import on_ranks, slow
-from tests.distributed.harness import mpirun_command
 from tests.distributed.jobs import finish, start
 
 PROGRAM = """

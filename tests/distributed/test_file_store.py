@@ -3,8 +3,6 @@
 Files of dead runs must neither mislead nor delay the next run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,4 @@
-"""Communication hooks: equal bits on every rank, results close to the sum, and no lost gradients.
-
-Also the arguments of hooks, the time of their calls, invalid hooks, and the arithmetic alone.
-"""
+"""Reducers and communication hooks: equal bits on every rank, results close to the sum."""
 
 import itertools
 import os
@@ -10,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import flashlight_py as fl
 from flashlight_py.distributed.reducers.hook import from_half, orthonormal, outer_sum, to_half
+from flashlight_py.distributed.reducers.reducer import plan_buckets
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.work import Done, Then
 from tests.distributed import hook_steps
@@ -441,3 +441,60 @@ def test_outer_sum_equals_the_matrix_product(shape: tuple[int, int]) -> None:
     out = np.empty(shape)
     outer_sum(left, right, out)
     np.testing.assert_allclose(out, left @ right.T, rtol=0, atol=1e-14)
+
+
+# Reducers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        None,  # an InlineReducer
+        *({}, {"async_op": False}, {"contiguous": False}),
+        *({"bucket_bytes": 1}, {"bucket_bytes": 20_000}),
+        {"bucket_bytes": 20_000, "async_op": False, "contiguous": False},
+    ],
+)
+@on_ranks(("single", 1), ("shm", 2), ("shm", 3))
+def test_reducers_return_scaled_sums(rank: int, size: int, options: dict[str, Any] | None) -> None:
+    reducer: Any = fl.InlineReducer(1 / size)
+    if options is not None:
+        reducer = fl.CoalescingReducer(1 / size, **options)
+    for _ in range(3):  # a reducer is reused after finalize
+        shapes = [(10,), (200, 30), (), (0,), (5000,), (3, 4)] * 3
+        dtypes = [np.float32, np.float64] * 9
+        arrays = [
+            np.full(s, float(rank + i), d)
+            for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))
+        ]
+        arrays[1] = np.asfortranarray(arrays[1])
+        for array in arrays:
+            reducer.add(array)
+        reducer.finalize()
+        for i, array in enumerate(arrays):
+            np.testing.assert_allclose(array, i + (size - 1) / 2)
+
+
+@on_ranks(("shm", 2))
+def test_abandoned_and_rejected_arrays_are_not_sent(rank: int, size: int) -> None:
+    for reducer in (fl.InlineReducer(1.0), fl.CoalescingReducer(1.0)):
+        with pytest.raises(TypeError, match="list"):
+            reducer.add([1.0])
+    x = np.ones(3)
+    reducer.add(x)
+    reducer.abandon()
+    reducer.finalize()
+    assert np.all(x == 1)
+
+
+@given(st.lists(st.integers(0, 50)), st.integers(1, 60))
+def test_plan_buckets_is_complete_and_minimal(sizes: list[int], limit: int) -> None:
+    plan = plan_buckets(sizes, limit)
+    assert [index for bucket in plan for index in bucket] == list(range(len(sizes)))
+    for bucket in plan:
+        assert bucket
+        assert sum(sizes[i] for i in bucket) <= limit or len(bucket) == 1
+    for bucket, after in itertools.pairwise(plan):  # closed because the next array does not fit
+        assert sum(sizes[i] for i in bucket) + sizes[after[0]] > limit
+    with pytest.raises(ValueError, match="must"):
+        plan_buckets([1], 0)

@@ -14,9 +14,10 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings, read_init_method
+from flashlight_py.doctor import mpirun_command
 from tests.distributed import jobs
 from tests.distributed.conformance import on_ranks, slow
-from tests.distributed.harness import mpirun_command, run_ranks
+from tests.distributed.harness import run_ranks
 from tests.distributed.jobs import free_port
 from tests.distributed.processes import limit_descriptors, process_state
 

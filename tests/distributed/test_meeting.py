@@ -1,7 +1,5 @@
 """Rendezvous at a port, at a path or in a tree, with late, missing, killed and duplicate ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

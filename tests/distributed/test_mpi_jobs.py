@@ -4,8 +4,6 @@ Errors of the environment are raised before a rank waits. A job ends soon on eve
 reason.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -16,10 +14,10 @@ import pytest
 
 from flashlight_py.distributed.rendezvous import stores
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment
+from flashlight_py.doctor import mpirun_command
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from flashlight_py.interfaces import own_addresses
 from tests.distributed.conformance import slow
-from tests.distributed.harness import mpirun_command
 from tests.distributed.jobs import finish, start
 
 pytest.importorskip("mpi4py")

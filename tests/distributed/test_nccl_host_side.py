@@ -18,8 +18,8 @@ from tests.gpu import verbs
 
 # ruff: noqa: F401 - tests that run here with the fixture below
 from tests.gpu.test_contact import test_each_group_has_its_own_communicator
-from tests.gpu.test_hooks import test_hooks_give_equal_results_for_cupy_and_numpy_arrays
 from tests.gpu.test_training import (
+    test_hooks_give_equal_results_for_cupy_and_numpy_arrays,
     test_state_dicts_of_shards_equal_the_full_state,
     test_training_on_gpus_equals_a_cpu_process,
 )

@@ -9,12 +9,6 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.errors import (
-    CollectiveTimeoutError,
-    DistributedError,
-    MismatchError,
-    PeerLostError,
-)
 from flashlight_py.trace.profiling import recorded_call_text
 from tests.distributed.conformance import WORLDS, on_ranks, ranks_in
 
@@ -80,7 +74,7 @@ def test_open_receive_rejects_a_message_that_is_too_long_on_both_ends(rank: int,
             if rank == 1
             else fl.irecv(np.zeros(room), None, tag=2, partial=partial)
         )
-        with pytest.raises(MismatchError, match=both):
+        with pytest.raises(fl.errors.MismatchError, match=both):
             work.wait()
     x = np.full(3, float(rank))
     if rank == 1:
@@ -160,11 +154,11 @@ def test_flight_record_shows_a_receive_from_any_rank() -> None:
 def test_open_receive_times_out_and_names_other_tags(rank: int, size: int) -> None:
     fl.barrier()  # all ranks start to wait at the same time
     if rank == 0:
-        with pytest.raises(CollectiveTimeoutError, match=r"rank(s)? 1.*tag[= ]7"):
+        with pytest.raises(fl.errors.CollectiveTimeoutError, match=r"rank(s)? 1.*tag[= ]7"):
             fl.recv(np.zeros(3), None, tag=7)
     else:
         time.sleep(0.2)  # its own wait ends later
-        with pytest.raises(DistributedError):
+        with pytest.raises(fl.errors.DistributedError):
             fl.send(np.zeros(20_000), 0, tag=5)
 
 
@@ -174,7 +168,7 @@ def test_open_receive_raises_if_a_rank_is_lost(rank: int, size: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(PeerLostError):
+    with pytest.raises(fl.errors.PeerLostError):
         fl.recv(np.zeros(3), None)
     assert time.monotonic() - began < 20
 
@@ -194,7 +188,7 @@ def test_open_receive_wait_timeout_names_this_rank_and_is_repeatable(rank: int, 
     )
     for pending, verb in ((work, "recv"), (batch, r"\w+")):
         why = rf"^\[{verb}\] rank {rank} of {size}: still "
-        with pytest.raises(CollectiveTimeoutError, match=why):
+        with pytest.raises(fl.errors.CollectiveTimeoutError, match=why):
             pending.wait(0.01)
     assert work.source is None
     fl.barrier()

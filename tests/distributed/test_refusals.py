@@ -290,25 +290,8 @@ def check(
 ) -> None:
     message = error_of(call)
     assert message, f"{name} did not raise"
-    assert f"rank {ODD} called " in message, (name, message)
-    assert ", and rejected its arguments (" in message, (name, message)
-    assert "test_refusals.py:" in message, (name, message)
-
-
-@on_ranks()
-def test_other_ranks_raise_the_reason_of_a_rejection(rank: int, size: int) -> None:
-    if rank == ODD:
-        with pytest.raises(ValueError, match="first dimension must be a multiple") as caught:
-            fl.reduce_scatter(ones(7))
-        assert "\n" not in str(caught.value)
-    else:
-        with pytest.raises(
-            fl.errors.MismatchError,
-            match=r"rank 1 called reduce_scatter, and rejected its arguments \(ValueError: "
-            r"reduce_scatter: the first dimension must be a multiple of the 3 ranks, got shape "
-            r"\(7,\)\. Pass rows= for unequal parts\.\) at distributed/test_refusals.py:\d+",
-        ):
-            fl.reduce_scatter(ones())
+    assert re.search(rf"rank {ODD} called [\w.]+, and rejected its arguments \(", message), message
+    assert re.search(r"\(\w+Error: .+\) at distributed/test_refusals.py:\d+", message), message
 
 
 @on_ranks()

@@ -3,8 +3,6 @@
 Also calls that are only compared (``Call.compared``), for libraries that compare nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -21,23 +19,11 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed import verbs
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.groups.membership import members_of
 from flashlight_py.distributed.start.world import current_world
-from flashlight_py.distributed.verbs import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    RECV,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCATTER,
-    SEND,
-)
 from flashlight_py.errors import DistributedError, MismatchError
 from tests.distributed.conformance import on_ranks, raises, ranks_in
 from tests.distributed.mismatch_errors import late_mismatch, mismatch_error
@@ -90,7 +76,9 @@ def make_calls_ahead(op: ReduceOp) -> None:
     cpu = members_of(None).backend()
     assert cpu.look_back is not None
     for last in [ReduceOp.SUM] * 99 + [op]:
-        call = Call(ALL_REDUCE, np.ones(3), last, compared=True, is_ahead=True, blocking=False)
+        call = Call(
+            verbs.ALL_REDUCE, np.ones(3), last, compared=True, is_ahead=True, blocking=False
+        )
         cpu.start(call).wait()
     while not cpu.look_back("all_reduce", 30.0):
         time.sleep(0)
@@ -112,7 +100,7 @@ def test_look_back_raises_after_the_group_has_ended(rank: int, size: int) -> Non
     assert cpu.look_back is not None
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    cpu.start(Call(ALL_REDUCE, np.ones(3), compared=True, is_ahead=True, blocking=False))
+    cpu.start(Call(verbs.ALL_REDUCE, np.ones(3), compared=True, is_ahead=True, blocking=False))
     with pytest.raises(DistributedError):
         fl.all_reduce(np.ones(100_000))
     with pytest.raises(DistributedError, match="rank 1"):
@@ -330,7 +318,7 @@ class OfGpu(SimpleNamespace):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
-    def __getitem__(self, rows: slice) -> OfGpu:
+    def __getitem__(self, rows: slice) -> "OfGpu":
         return of_gpu(rows.stop, *self.shape[1:], dtype=self.dtype)
 
 
@@ -361,30 +349,30 @@ def test_compared_calls_send_no_data_but_have_shapes(rank: int, size: int, block
     x = of_gpu(2 * size, 3)
     rows = [1] * (size - 1) + [size + 1]
     for call in (
-        Call(ALL_REDUCE, x, ReduceOp.MAX),
-        Call(REDUCE, x, root=1),
-        Call(BROADCAST, x),
-        Call(REDUCE_SCATTER, x, scale=0.5),
-        Call(REDUCE_SCATTER, x, rows=rows),
-        Call(ALL_TO_ALL, x),
-        Call(BARRIER),
+        Call(verbs.ALL_REDUCE, x, ReduceOp.MAX),
+        Call(verbs.REDUCE, x, root=1),
+        Call(verbs.BROADCAST, x),
+        Call(verbs.REDUCE_SCATTER, x, scale=0.5),
+        Call(verbs.REDUCE_SCATTER, x, rows=rows),
+        Call(verbs.ALL_TO_ALL, x),
+        Call(verbs.BARRIER),
     ):
         assert compare(call, blocking) is None, call
     lengths = [r + 1 for r in range(size)]
     for call in (
-        Call(ALL_GATHER, of_gpu(rank + 1, 3)),
-        Call(GATHER, of_gpu(rank + 1, 3), root=1),
-        Call(ALL_TO_ALL, of_gpu(rank + 1, 3), rows=[rank + 1] + [0] * (size - 1)),
+        Call(verbs.ALL_GATHER, of_gpu(rank + 1, 3)),
+        Call(verbs.GATHER, of_gpu(rank + 1, 3), root=1),
+        Call(verbs.ALL_TO_ALL, of_gpu(rank + 1, 3), rows=[rank + 1] + [0] * (size - 1)),
     ):
         assert compare(call, blocking) == lengths, call
     parts = [of_gpu(5, dtype=np.int16)] * size if rank == 1 else None
-    assert compare(Call(SCATTER, parts, root=1), blocking) == (np.dtype(np.int16), (5,))
+    assert compare(Call(verbs.SCATTER, parts, root=1), blocking) == (np.dtype(np.int16), (5,))
     after, before = (rank + 1) % size, (rank - 1) % size
     backend = current_world().group.backend()
-    calls = [Call(SEND, x, peer=after, tag=3), Call(RECV, x, peer=before, tag=3)]
+    calls = [Call(verbs.SEND, x, peer=after, tag=3), Call(verbs.RECV, x, peer=before, tag=3)]
     backend.start_many([replace(c, compared=True, blocking=blocking) for c in calls]).wait()
-    sent = backend.start(Call(SEND, x[: rank + 1], peer=after, compared=True, blocking=False))
-    got = compare(Call(RECV, x, peer=before, partial=True), blocking=True)
+    sent = backend.start(Call(verbs.SEND, x[: rank + 1], peer=after, compared=True, blocking=False))
+    got = compare(Call(verbs.RECV, x, peer=before, partial=True), blocking=True)
     assert got == Matched(before, before + 1)
     sent.wait()
 
@@ -395,9 +383,9 @@ def test_compared_message_has_the_same_number_on_both_ends(rank: int, size: int)
     backend, x, numbers = current_world().group.backend(), np.zeros((3, 2)), []
     for i in range(20):
         results: list[int] = []
-        call = Call(SEND, x, peer=size - 1)
+        call = Call(verbs.SEND, x, peer=size - 1)
         if rank == size - 1:
-            call = Call(RECV, x, peer=ANY_RANK if i % 2 else 0, partial=i % 5 == 0)
+            call = Call(verbs.RECV, x, peer=ANY_RANK if i % 2 else 0, partial=i % 5 == 0)
         if rank in (0, size - 1):
             call = replace(call, compared=True, tag=i % 3, blocking=i % 4 > 1, received=results)
             backend.start(call).wait()
@@ -437,11 +425,11 @@ def test_lost_returns_a_dead_rank_without_a_call(rank: int, size: int) -> None:
 def test_compared_mismatch_raises_the_calls_on_every_rank(rank: int, size: int) -> None:
     x = of_gpu(4, 3)
     for other_call, words in (
-        (Call(ALL_REDUCE, of_gpu(4, 2)), "all_reduce(cupy float32 (4, 2)"),
-        (Call(ALL_REDUCE, np.zeros((4, 3), np.float32)), "called all_reduce(float32 (4, 3)"),
-        (Call(ALL_REDUCE, x, ReduceOp.MAX), "op=max"),
-        (Call(BROADCAST, x), "broadcast(cupy float32 (4, 3), root=0)"),
+        (Call(verbs.ALL_REDUCE, of_gpu(4, 2)), "all_reduce(cupy float32 (4, 2)"),
+        (Call(verbs.ALL_REDUCE, np.zeros((4, 3), np.float32)), "called all_reduce(float32 (4, 3)"),
+        (Call(verbs.ALL_REDUCE, x, ReduceOp.MAX), "op=max"),
+        (Call(verbs.BROADCAST, x), "broadcast(cupy float32 (4, 3), root=0)"),
     ):
         with raises(MismatchError, "rank 0 called all_reduce(cupy float32 (4, 3)", words):
-            compare(Call(ALL_REDUCE, x) if rank == 0 else other_call, blocking=True)
-        compare(Call(ALL_REDUCE, x), blocking=True)  # the group remains usable
+            compare(Call(verbs.ALL_REDUCE, x) if rank == 0 else other_call, blocking=True)
+        compare(Call(verbs.ALL_REDUCE, x), blocking=True)  # the group remains usable

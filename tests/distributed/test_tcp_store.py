@@ -1,7 +1,5 @@
 """Rendezvous at a port: unknown clients, killed ranks, and an occupied port."""
 
-from __future__ import annotations
-
 import socket
 import struct
 from contextlib import ExitStack, closing, suppress

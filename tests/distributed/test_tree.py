@@ -1,7 +1,5 @@
 """Rendezvous in a tree: positions, deaths of parents, late and duplicate ranks, several hosts."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

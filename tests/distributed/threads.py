@@ -8,18 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashlight_py import _native
+from flashlight_py import _native, errors
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import ALL_GATHER
-from flashlight_py.errors import (
-    BackendUnavailableError,
-    CollectiveTimeoutError,
-    PeerLostError,
-)
-
-__all__ = ["connect_ranks", "run_on_threads"]
 
 
 def run_on_threads(size: int, run: Callable[[int], object]) -> None:
@@ -55,7 +48,7 @@ def connect_ranks(
     """
     try:
         _native.load_extension("gloo")
-    except BackendUnavailableError as error:
+    except errors.BackendUnavailableError as error:
         pytest.skip(str(error))
     shared: list[dict[int, bytes]] = [{} for _ in range(4)]
     barrier = threading.Barrier(len(keys))
@@ -65,7 +58,7 @@ def connect_ranks(
         store = ThreadStore(rank, shared, barrier, pause if rank == len(keys) - 1 else 0.0)
         try:
             group = kind(store, "127.0.0.1", 10.0, joining, keys[rank])
-        except (PeerLostError, CollectiveTimeoutError) as error:
+        except (errors.PeerLostError, errors.CollectiveTimeoutError) as error:
             results[rank] = error
             return
         try:

@@ -1,7 +1,5 @@
 """``python -m flashlight_py.doctor``: its findings, and its output on a bare installation."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Fixtures that start the real engines on the loopback of this machine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

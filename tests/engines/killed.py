@@ -3,8 +3,6 @@
 ``killed.py STEP RANK``, followed by arguments of the example.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

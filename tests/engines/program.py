@@ -3,8 +3,6 @@
 ``program.py [victim HOW]``: rank ``victim`` then dies while the other ranks wait.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

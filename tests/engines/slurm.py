@@ -3,8 +3,6 @@
 The host has a separate network, so its ports are free and nothing leaves it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

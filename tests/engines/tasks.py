@@ -1,7 +1,5 @@
 """Functions of ranks in the engine tests, imported by the processes of the engines."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """``run`` on the real engines: the same tests for all of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

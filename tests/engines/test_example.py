@@ -1,7 +1,5 @@
 """``examples/engines.py`` has the same bits on every engine, also after a killed rank."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import random

@@ -1,7 +1,5 @@
 """Ranks of an engine connect between hosts, whatever name the engine uses for rank 0's host."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Common code of the engines, without an engine."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 import threading

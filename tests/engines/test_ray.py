@@ -1,7 +1,5 @@
 """Resources on Ray, and Ray Train, with real Ray nodes on this machine."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Ranks in a real Slurm: srun, concurrent steps, and submitit."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

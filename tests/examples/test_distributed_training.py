@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed.harness import mpirun_command
+from flashlight_py.doctor import mpirun_command
 from tests.distributed.jobs import finish_all
 from tests.examples.programs import ALONE, DEADLINE, EXAMPLES
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed.harness import mpirun_command
+from flashlight_py.doctor import mpirun_command
 from tests.examples.programs import ALONE, output
 
 SERIES = "tagi_time_series.py"

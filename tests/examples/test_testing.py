@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from flashlight_py.doctor import mpirun_command
 from tests.distributed.conformance import slow
-from tests.distributed.harness import mpirun_command
 from tests.examples.programs import EXAMPLES
 from tests.launch.launcher import run
 from tests.testing import test_plugin

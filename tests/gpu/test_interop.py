@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.distributed.test_kinds import OnlyCuda
 
 pytestmark = pytest.mark.gpu
 
@@ -26,15 +27,6 @@ def slow_add(array: Any, number: float, stream: Any) -> None:
     )
     with stream:
         kernel((1,), (array.size,), (array, np.float32(number), np.int64(LONG)))
-
-
-class OnlyCuda:
-    def __init__(self, array: Any, stream: int | None) -> None:
-        self.array_of_cupy, self.stream = array, stream
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {**self.array_of_cupy.__cuda_array_interface__, "version": 3, "stream": self.stream}
 
 
 def cuda_array_interface(rank: int, size: int) -> None:

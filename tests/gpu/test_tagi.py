@@ -6,23 +6,18 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.tagi import (
-    BatchNorm2d,
-    DDPSequential,
-    Linear,
-    MixtureReLU,
-    OutputUpdater,
-    ReLU,
-    Sequential,
-)
 from tests.gpu import verbs
 
 pytestmark = pytest.mark.gpu
 
 SAMPLES, STEPS = 24, 10
 NETWORKS = {
-    "dense": lambda: Sequential(Linear(6, 32), ReLU(), Linear(32, 3)),
-    "mixture": lambda: Sequential(Linear(6, 32), MixtureReLU(), BatchNorm2d(32), Linear(32, 3)),
+    "dense": lambda: fl.tagi.Sequential(
+        fl.tagi.Linear(6, 32), fl.tagi.ReLU(), fl.tagi.Linear(32, 3)
+    ),
+    "mixture": lambda: fl.tagi.Sequential(
+        fl.tagi.Linear(6, 32), fl.tagi.MixtureReLU(), fl.tagi.BatchNorm2d(32), fl.tagi.Linear(32, 3)
+    ),
 }
 
 
@@ -34,10 +29,10 @@ def train(rank: int, size: int, device: str, network: str) -> dict[str, Any]:
         device = fl.distributed.use_local_device()
     net = NETWORKS[network]()
     net.to_device(device)
-    model = DDPSequential(net, average=False, sync=True)
+    model = fl.tagi.DDPSequential(net, average=False, sync=True)
     random = np.random.default_rng(1)
     x, y = random.standard_normal((SAMPLES, 6)), random.standard_normal((SAMPLES, 3))
-    updater = OutputUpdater(net.device)
+    updater = fl.tagi.OutputUpdater(net.device)
     for _ in range(STEPS):
         model(x[rank::size])
         updater.update(model.output_z_buffer, y[rank::size], 0.3, model.input_delta_z_buffer)

@@ -1,12 +1,14 @@
-"""Training gives the same parameters on 1, 2 and 4 GPU ranks and in one process on the CPU."""
+"""Training on GPUs: the same parameters on any number of ranks, hooks, checkpoints."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.distributed import hook_steps
 from tests.gpu import verbs
 
 pytestmark = pytest.mark.gpu
@@ -117,3 +119,73 @@ def test_module_keeps_its_values_after_a_round_trip_to_the_gpu() -> None:
     model.to("cpu")
     for param, values in zip(model.params(), before, strict=True):
         np.testing.assert_array_equal(param.array, values)
+
+
+# Communication hooks ----------------------------------------------------------------------------
+
+
+# NCCL scales before it adds, and adds float16 differently. The other results differ by rounding
+# only.
+TOLERANCE = {"Float16Compression": 4e-3, "PowerSGDCompression": 1e-10}
+
+
+def both_ways(rank: int, size: int, name: str) -> tuple[list[bytes], float]:
+    """Run three steps on CuPy and on NumPy arrays; return CuPy's bits and the difference."""
+    hooks = [hook_steps.make(name) for _ in range(2)]
+    bits, worst = [], 0.0
+    for step in range(3):
+        arrays = hook_steps.gradients(rank, step, "float64")
+        on_gpu = [verbs.on_gpu(array) for array in arrays]
+        hook_steps.reduce(hooks[0], on_gpu)
+        hook_steps.reduce(hooks[1], arrays)
+        got = hook_steps.flat([fl.device.to_device(array, "cpu") for array in on_gpu])
+        expected = hook_steps.flat(arrays)
+        bits.append(got.tobytes())
+        worst = max(worst, float(abs(got - expected).max() / abs(expected).max()))
+        hooks[0].load_state_dict(hooks[0].state_dict())
+    assert hooks[0].bytes_per_step == hooks[1].bytes_per_step
+    return bits, worst
+
+
+@pytest.mark.parametrize("name", TOLERANCE)
+def test_hooks_give_equal_results_for_cupy_and_numpy_arrays(ranks: Any, name: str) -> None:
+    results = ranks.run(both_ways, name)
+    assert all(bits == results[0][0] for bits, _ in results)
+    assert max(worst for _, worst in results) <= TOLERANCE[name]
+
+
+# Checkpoints ------------------------------------------------------------------------------------
+
+
+def trained(rank: int, size: int, folder: Path, stop: int | None) -> list[np.ndarray]:
+    """Train with dropout for 6 steps from the last checkpoint, or stop early."""
+    cupy = verbs.cupy()
+    device = fl.distributed.use_local_device()
+    fl.set_seed(rank)
+    generator = cupy.random.default_rng(rank)
+    model = fl.nn.Sequential(fl.nn.Linear(4, 8), fl.nn.Dropout(0.5), fl.nn.Linear(8, 1))
+    model.to(device)
+    fl.broadcast_parameters(model)
+    fl.distribute_module_grads(model)
+    optimizer = fl.optim.AdamOptimizer(model.params(), 0.01)
+    parts: dict[str, Any] = {"module": model, "optimizer": optimizer, "rng": generator}
+    result = fl.load(folder, **parts)
+    for step in range(0 if result is None else result.step, 6):
+        if step == stop:
+            break
+        inputs = generator.random((16, 4), dtype=cupy.float32)
+        optimizer.zero_grad()
+        fl.nn.MeanSquaredError()(model(fl.input(inputs)), fl.no_grad(inputs[:, :1])).backward()
+        optimizer.step()
+        fl.save(folder, **parts, step=step + 1)
+    return [fl.device.to_device(param.array, "cpu") for param in model.params()]
+
+
+def test_gpu_run_continues_from_a_checkpoint_with_the_same_bits(ranks: Any, tmp_path: Path) -> None:
+    expected = ranks.run(trained, tmp_path / "whole", None)
+    ranks.run(trained, tmp_path / "stopped", 3)
+    for got, reference in zip(
+        ranks.run(trained, tmp_path / "stopped", None), expected, strict=True
+    ):
+        for one, other in zip(got, reference, strict=True):
+            np.testing.assert_array_equal(one, other)

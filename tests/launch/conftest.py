@@ -1,7 +1,5 @@
 """Fixtures that also check every test for leftover processes, memory and files."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

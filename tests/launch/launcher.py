@@ -1,7 +1,5 @@
 """Functions that run the launcher in a test."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

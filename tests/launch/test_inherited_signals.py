@@ -1,7 +1,5 @@
 """Signals that the parent process ignores or blocks do not disturb flrun and spawn."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Units of the launcher: exit codes, causes, messages and restarts."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

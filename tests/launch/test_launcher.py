@@ -1,7 +1,5 @@
 """flrun with ranks that end in different ways: exit code, first cause, leftovers, restarts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

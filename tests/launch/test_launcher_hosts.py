@@ -3,8 +3,6 @@
 All hosts are this machine. A stand-in for ssh runs the remote command in a local shell.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -91,10 +89,12 @@ signal.pause()
 """
 
 
-def test_flrun_names_the_host_of_a_failed_rank(tmp_path: Path, ssh: str) -> None:
+def test_flrun_names_a_failed_host_and_a_missing_program(tmp_path: Path, ssh: str) -> None:
     done = launch("--hosts", "a,b", "--ssh", ssh, write(tmp_path, FAILING), code=1)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("flrun: rank 1 of 2 on b raised ValueError: a bad batch")
+    done = launch("--hosts", "a,b", "--ssh", ssh, "--no-python", "/no/such/program", code=127)
+    assert done.stderr.startswith("flrun: cannot run /no/such/program: ")
 
 
 def test_flrun_reports_a_host_that_ssh_cannot_reach(tmp_path: Path, ssh: str) -> None:
@@ -171,7 +171,7 @@ def test_flrun_names_a_killed_process(tmp_path: Path, ssh: str, victim: str, aga
         os.kill(pids[2] if victim == "rank" else int(copy), signal.SIGKILL)
         began = time.monotonic()
         first = next(line for line in process.stderr if line.startswith("flrun: rank "))
-        assert time.monotonic() < began + 1.0
+        assert time.monotonic() < began + 5.0
         output, errors = process.communicate(timeout=30)
     reason = "was killed by SIGKILL" if victim == "rank" else "is lost: ssh to b exited with code "
     assert f"flrun: rank {2 if victim == 'rank' else 1} of 4 on b {reason}" in first
@@ -179,11 +179,6 @@ def test_flrun_names_a_killed_process(tmp_path: Path, ssh: str, victim: str, aga
     assert errors == f"flrun: starting again with {left} rank(s), for the 1st time\n"
     assert process.returncode == 0
     assert sorted(output.splitlines()) == [f"[{rank}] again {rank} {left}" for rank in range(left)]
-
-
-def test_flrun_names_a_program_that_no_host_has(tmp_path: Path, ssh: str) -> None:
-    done = launch("--hosts", "a,b", "--ssh", ssh, "--no-python", "/no/such/program", code=127)
-    assert done.stderr.startswith("flrun: cannot run /no/such/program: ")
 
 
 @pytest.mark.slow

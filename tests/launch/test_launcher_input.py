@@ -1,7 +1,5 @@
 """Standard input of rank 0: a pipe, and a terminal with a debugger."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

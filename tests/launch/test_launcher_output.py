@@ -1,7 +1,5 @@
 """Output of ranks on a terminal or pipe: complete lines with the rank as prefix."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

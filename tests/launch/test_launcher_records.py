@@ -1,7 +1,5 @@
 """Silent hosts, and flight records that the launcher collects from hosts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -12,6 +10,7 @@ import pytest
 
 from flashlight_py.launch.loop import Poll
 from flashlight_py.launch.records import MOST_BYTES, MOST_BYTES_OF_HOST, RecordPipe, send_records
+from tests.distributed.processes import is_alive, wait_for_end
 from tests.launch.launcher import begin, launch, write
 
 # An oversized record, and a record whose path contains a newline.
@@ -102,7 +101,8 @@ def test_agent_reports_silence_of_the_launcher_and_ends_its_ranks(tmp_path: Path
     expected = f"flrun: agent on {os.uname().nodename}: received nothing from the launcher since "
     assert line.startswith(expected)
     assert line.endswith(" (2 s); the agent ended its ranks\n")
-    assert not Path(f"/proc/{rank}").exists()
+    wait_for_end({rank}, 10.0)
+    assert not is_alive(rank)
     os.kill(copy, signal.SIGCONT)
     _, errors = launcher.communicate(timeout=30)
     assert launcher.returncode == 1

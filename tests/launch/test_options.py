@@ -1,7 +1,5 @@
 """The command line of flrun, including options of mpirun and torchrun."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``spawn`` with real processes: arguments, results and output."""
 
-from __future__ import annotations
-
 import atexit
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """Failures of spawned ranks: the first cause is reported and nothing is left."""
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import errno
@@ -20,6 +18,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.launch import supervisor
+from tests.distributed.conformance import slow
 
 
 def fail_on_one(rank: int, failure: str) -> Any:
@@ -93,19 +92,8 @@ def test_spawn_raises_the_first_cause(monkeypatch: pytest.MonkeyPatch, failure: 
     assert (caught.value.rank, caught.value.exit_code) == (1, code)
 
 
-def test_spawn_raises_one_failure_if_all_ranks_fail() -> None:
-    with pytest.raises(fl.errors.RankFailedError, match=r"rank [01] of 2 raised .*MismatchError: "):
-        fl.spawn(mismatch, nprocs=2)
-
-
 def mismatch(rank: int) -> None:
     fl.all_reduce(np.ones(rank + 1))
-
-
-@pytest.mark.slow
-def test_spawn_raises_a_consequence_if_no_cause_follows() -> None:
-    with pytest.raises(fl.errors.RankFailedError, match=r"rank 0 of 2 raised .*PeerLostError"):
-        fl.spawn(leave_the_others, nprocs=2)
 
 
 def leave_the_others(rank: int) -> Any:
@@ -129,12 +117,6 @@ def arm() -> None:
         memory_file._attempt = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.slow
-def test_spawn_frees_shared_memory_if_a_rank_dies_while_mapping() -> None:
-    with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 was killed by SIGKILL"):
-        fl.spawn(fail_on_one, (Killer(),), nprocs=2, params={"BACKEND": "shm"})
-
-
 class Trap:
     def __reduce__(self) -> Any:
         return int, ("no number",)
@@ -149,15 +131,22 @@ def make_generator(rank: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "match"),
+    ("function", "args", "nprocs", "match"),
     [
-        (make_generator, "raised TypeError: the result, of type generator, cannot be pickled"),
-        pytest.param(make_trap, "cannot be unpickled", marks=pytest.mark.slow),
+        (mismatch, (), 2, r"rank [01] of 2 raised .*MismatchError: "),
+        (make_generator, (), 1, "rank 0 of 1 raised TypeError: the result, of type generator, can"),
+        *slow(
+            (leave_the_others, (), 2, "rank 0 of 2 raised .*PeerLostError"),
+            (fail_on_one, (Killer(),), 2, "rank 1 of 2 was killed by SIGKILL"),
+            (make_trap, (), 1, "rank 0 of 1 cannot be unpickled"),
+        ),
     ],
 )
-def test_spawn_names_the_rank_of_an_unsuitable_result(make: Any, match: str) -> None:
-    with pytest.raises(fl.errors.RankFailedError, match=f"rank 0 of 1 {match}"):
-        fl.spawn(make, nprocs=1)
+def test_spawn_names_the_first_rank_that_fails(
+    function: Any, args: tuple[Any, ...], nprocs: int, match: str
+) -> None:
+    with pytest.raises(fl.errors.RankFailedError, match=match):
+        fl.spawn(function, args, nprocs, params={"BACKEND": "shm"})
 
 
 def test_spawn_raises_value_error_if_nprocs_exceeds_host_limits() -> None:

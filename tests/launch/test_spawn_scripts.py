@@ -1,7 +1,5 @@
 """``spawn`` from scripts and interactive sessions, and from scripts that are killed."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

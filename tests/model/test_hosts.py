@@ -1,7 +1,5 @@
 """All states of the model of the comparison between hosts; mutants show that it detects errors."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import flashlight_py as fl
 from flashlight_py.dataset.dataset import epoch_order
 from tests.distributed.conformance import on_ranks
-from tests.distributed.harness import run_ranks
 from tests.tables import for_each
 
 BOUND = st.none() | st.integers(-15, 15)
@@ -92,14 +91,15 @@ def test_container_uses_the_world_by_default(rank: int, size: int) -> None:
     assert totals.tolist() == [10, 45]
 
 
-def make_before_init(rank: int, size: int, path: str) -> None:
+@on_ranks(("shm", 2), fresh=True, init=None)
+def test_shares_raise_if_they_were_made_before_init(rank: int, size: int, tmp_path: Any) -> None:
     """An object made before init would contain all samples on every rank, so its use raises."""
     container = fl.DistributedDataContainer([1, 2, 3])
     sampler = fl.DistributedSampler(3)
     batches = fl.ShardedDataset(fl.dataset.TensorDataset([np.arange(3)]), 2)
     assert len(list(container)) == len(list(sampler)) == 3
     init = fl.DistributedInit.FILE_SYSTEM
-    fl.distributed_init(init, rank, size, {fl.DistributedConstants.FILE_PATH: path})
+    fl.distributed_init(init, rank, size, {"FILE_PATH": str(tmp_path / "run")})
     for use in (
         lambda: container[0],
         lambda: container[:2],
@@ -112,10 +112,6 @@ def make_before_init(rank: int, size: int, path: str) -> None:
             use()
     fl.distributed_shutdown()
     assert list(container) == [1, 2, 3]
-
-
-def test_container_raises_if_it_was_made_before_init(tmp_path: Any) -> None:
-    run_ranks(make_before_init, 2, str(tmp_path / "run"), init=None)
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,6 @@ def test_load_state_dict_raises_for_states_of_another_run(
 X = np.random.default_rng(1).standard_normal((21, 4))
 Y = np.random.default_rng(2).standard_normal((21, 2))
 BATCH = 4  # 21 samples: five batches and a single sample, so some parts are empty
-EPOCHS = 3
 
 
 def parts(dataset: Dataset, batch: int, size: int, **options: Any) -> list[fl.ShardedDataset]:
@@ -307,56 +306,6 @@ def test_empty_part_has_arrays_with_zero_rows(dataset: Dataset) -> None:
     assert [field.dtype for field in third[-1]] == [X.dtype, Y.dtype]
     assert first.weight(-1) == 3.0
     assert third.weight(-1) == 0.0
-
-
-def build() -> Any:
-    fl.set_seed(0)
-    model = fl.nn.Sequential(fl.nn.Linear(4, 5), fl.nn.Tanh(), fl.nn.Linear(5, 2))
-    return model.astype(np.float64)
-
-
-def train(rank: int, size: int, has_hooks: bool) -> list[Any]:
-    model, criterion = build(), fl.nn.MeanSquaredError()
-    optimizer = fl.optim.SGDOptimizer(model.params(), 0.1, momentum=0.9)
-    batches = fl.ShardedDataset(TensorDataset([X, Y]), BATCH, seed=11)
-    if has_hooks:
-        fl.distribute_module_grads(model)
-    for epoch in range(EPOCHS):
-        batches.set_epoch(epoch)
-        for t, (x, y) in enumerate(batches):
-            optimizer.zero_grad()
-            prediction = model(fl.input(x))
-            if len(x):
-                (criterion(prediction, fl.no_grad(y)) * batches.weight(t)).backward()
-            else:
-                prediction.backward(prediction.array)  # no rows, so the gradients are zeros
-            if not has_hooks:
-                fl.all_reduce_gradients(model, 1 / size)
-            optimizer.step()
-    return [param.array.copy() for param in model.params()]
-
-
-def train_plainly() -> list[Any]:
-    """Train on whole batches without any sharing functions."""
-    model, criterion = build(), fl.nn.MeanSquaredError()
-    optimizer = fl.optim.SGDOptimizer(model.params(), 0.1, momentum=0.9)
-    for epoch in range(EPOCHS):
-        order = epoch_order(len(X), 11, epoch)
-        for start in range(0, len(X), BATCH):
-            rows = order[start : start + BATCH]
-            optimizer.zero_grad()
-            criterion(model(fl.input(X[rows])), fl.no_grad(Y[rows])).backward()
-            optimizer.step()
-    return [param.array.copy() for param in model.params()]
-
-
-@on_ranks(("single", 1), ("shm", 3))
-@for_each("has_hooks", [False, True])
-def test_dataset_training_is_equal_for_any_number_of_ranks(
-    rank: int, size: int, has_hooks: bool
-) -> None:
-    for got, want in zip(train(rank, size, has_hooks), train_plainly(), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
 
 
 def test_dataset_raises_for_invalid_arguments() -> None:

@@ -176,12 +176,6 @@ def test_synchronize_raises_mismatch_error_if_roots_differ(rank: int, size: int)
     assert (tree[0] == rank).all()
 
 
-@pytest.mark.parametrize("root", [1, -1, True, 0.0, None])
-def test_synchronize_raises_value_error_for_an_invalid_root(root: Any) -> None:
-    with pytest.raises(ValueError, match="root must be a rank of this group, 0 to 0"):
-        fl.synchronize([1], root)
-
-
 def test_synchronize_checks_trees_in_a_world_of_one() -> None:
     with pytest.raises(ValueError, match=r"rank 0 of 1: tree\[0\]: .* got a read-only array"):
         fl.synchronize([np.broadcast_to(np.zeros(1), 3)])

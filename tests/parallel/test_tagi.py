@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.doctor import mpirun_command
 from flashlight_py.tagi import (
     LSTM,
     BatchNorm2d,
@@ -25,7 +26,6 @@ from flashlight_py.tagi import (
     Sequential,
 )
 from tests.distributed.conformance import on_ranks, ranks_in
-from tests.distributed.harness import mpirun_command, run_ranks
 from tests.launch.launcher import run, write
 from tests.pairwise import pairs
 from tests.tables import for_each
@@ -359,16 +359,15 @@ def test_backward_of_a_wrapped_network_raises(rank: int, size: int) -> None:
     assert not np.array_equal(one, other)
 
 
-def wrapped_too_early(rank: int, size: int, folder: str) -> None:
+@on_ranks(("shm", 2), fresh=True, init=None)
+def test_network_wrapped_before_init_raises(rank: int, size: int, tmp_path: Path) -> None:
     model = DDPSequential(dense())
-    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params={"FILE_PATH": folder})
+    fl.distributed_init(
+        fl.DistributedInit.FILE_SYSTEM, rank, size, params={"FILE_PATH": str(tmp_path)}
+    )
     with pytest.raises(RuntimeError, match=r"expected 1 ranks, as when .* got 2"):
         train(model, range(1), lambda _: slice(None), lambda _: 4)
     fl.distributed_shutdown()
-
-
-def test_network_wrapped_before_init_raises(tmp_path: Path) -> None:
-    run_ranks(wrapped_too_early, 2, str(tmp_path), init=None)
 
 
 class Trap(fl.tagi.ReLU):

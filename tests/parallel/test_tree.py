@@ -1,7 +1,5 @@
 """Walks, packing and changes of trees."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import sys
@@ -164,7 +162,7 @@ def test_plan_raises_with_the_path_of_an_invalid_value(
 class Pair(tuple[Any, ...]):
     """A tuple whose constructor needs two arguments."""
 
-    def __new__(cls, one: Any, other: Any) -> Pair:
+    def __new__(cls, one: Any, other: Any) -> "Pair":
         return super().__new__(cls, (one, other))
 
 

@@ -1,7 +1,5 @@
 """The package without extensions, /proc and the functions that macOS or Windows lack."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

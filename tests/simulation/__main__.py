@@ -4,8 +4,6 @@ python -m tests.simulation --ranks 256 --seed 7          (replays one schedule)
 python -m tests.simulation --night 10000 --seed 0        (schedules at 64 to 256 ranks)
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import random

@@ -10,8 +10,6 @@ The constants were measured on two cores of an AMD EPYC with Python 3.11, by the
 compares a real start with a simulated start.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Faults of a start, which a seed determines, and the conditions that must hold after any fault."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Objects behind descriptors in virtual time, and selectors, which wait for several objects."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from selectors import EVENT_READ, EVENT_WRITE, SelectorKey
@@ -127,7 +125,7 @@ class Selector(File):
         self.unregister(fileobj)
         return self.register(fileobj, events, data)
 
-    def get_map(self) -> Selector:
+    def get_map(self) -> "Selector":
         """Return the registered objects; this object has the methods of a mapping that callers
         need."""
         return self

@@ -5,8 +5,6 @@ forwards its data to the
 hosts at distance 1, 2, 4 and so on. Messages between two ranks are real, in virtual time.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Sequence
@@ -139,7 +137,7 @@ class Grouping(Start):
         self.world.spend(size * (costs.TAKE + costs.LOAD_BYTE * len(card)))
         return self._cards_of_all
 
-    def run(self, until: float = 1e4) -> Grouping:
+    def run(self, until: float = 1e4) -> "Grouping":
         cached = SimpleNamespace(loads=lru_cache(None)(json.loads), dumps=json.dumps)
         with ExitStack() as ends:
             for name, value in (

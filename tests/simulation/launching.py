@@ -4,8 +4,6 @@ ranks.
 A rank is a process that starts like other processes (``scenario.meet``) and then waits for its end.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 from collections import Counter
@@ -115,7 +113,7 @@ class Launch:
             if process.code is None and "RANK" in process.environ
         }
 
-    def run(self, until: float = 1e3, is_done: Callable[[], bool] = lambda: False) -> Launch:
+    def run(self, until: float = 1e3, is_done: Callable[[], bool] = lambda: False) -> "Launch":
         """Run until the launcher has ended, or ``is_done`` is true."""
         with installed(self.world), native_stood_in_for(), costs.charged(self.world.spend):
             self.world.run(until, lambda: is_done() or self.launcher.code is not None)

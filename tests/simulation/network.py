@@ -6,33 +6,12 @@ the sides of a divided network; data that was sent meanwhile arrives after the s
 sender blocks if the window is full, until the other end reads or the timeout passes.
 """
 
-from __future__ import annotations
-
+import errno
+import socket
 import stat
 from collections import deque
 from collections.abc import Iterable
-from errno import (
-    EADDRINUSE,
-    EADDRNOTAVAIL,
-    EAFNOSUPPORT,
-    EBADF,
-    ECONNREFUSED,
-    ECONNRESET,
-    EINPROGRESS,
-    EPIPE,
-    ETIMEDOUT,
-)
 from os import strerror
-from socket import (
-    AF_INET,
-    AF_INET6,
-    AF_UNIX,
-    SO_ACCEPTCONN,
-    SO_ERROR,
-    SOCK_STREAM,
-    TCP_USER_TIMEOUT,
-    gaierror,
-)
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,22 +62,22 @@ class Socket(File):
 
     def __init__(
         self,
-        family: int = AF_INET,
-        kind: int = SOCK_STREAM,
+        family: int = socket.AF_INET,
+        kind: int = socket.SOCK_STREAM,
         proto: int = 0,
         fileno: int | None = None,
     ) -> None:
         if fileno is not None:
             self.descriptor = fileno
             return
-        if family == AF_INET6:
-            raise OSError(EAFNOSUPPORT, strerror(EAFNOSUPPORT))
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, strerror(errno.EAFNOSUPPORT))
         self._begin(me().host, family)
         File.__init__(self, me())
 
     def _begin(self, host: Host, family: int, window: int = WINDOW) -> None:
         self.host, self.family = host, family
-        self.window = WINDOW_INSIDE if family == AF_UNIX else window
+        self.window = WINDOW_INSIDE if family == socket.AF_UNIX else window
         self.peer: Socket | None = None
         self.local, self.remote = ("0.0.0.0", 0), ("", 0)
         self.inbox: deque[bytes | _Large] = deque()
@@ -116,7 +95,7 @@ class Socket(File):
         self.owner: Process | None = None
 
     @classmethod
-    def made(cls, host: Host, family: int, window: int = WINDOW) -> Socket:
+    def made(cls, host: Host, family: int, window: int = WINDOW) -> "Socket":
         """Return a socket without a descriptor."""
         new = object.__new__(cls)
         new._begin(host, family, window)
@@ -124,10 +103,10 @@ class Socket(File):
         return new
 
     @classmethod
-    def pair(cls, *processes: Process) -> tuple[Socket, Socket]:
+    def pair(cls, *processes: Process) -> "tuple[Socket, Socket]":
         """Return the reading and the writing end of a pipe between ``processes``."""
         processes = processes if len(processes) == 2 else processes * 2
-        ends = [cls.made(process.host, AF_INET, WINDOW_OF_PIPE) for process in processes]
+        ends = [cls.made(process.host, socket.AF_INET, WINDOW_OF_PIPE) for process in processes]
         for end, other, process in zip(ends, ends[::-1], processes, strict=True):
             end.peer, end.is_connected = other, True
             end.descriptor = end.copy(process)
@@ -156,32 +135,32 @@ class Socket(File):
 
     def getpeername(self) -> tuple[str, int]:
         if not self.is_connected:
-            raise OSError(EBADF, "not connected")
+            raise OSError(errno.EBADF, "not connected")
         return self.remote
 
     def getsockname(self) -> tuple[str, int]:
         return self.local
 
     def setsockopt(self, _: int, name: int, value: int) -> None:
-        if name == TCP_USER_TIMEOUT:
+        if name == socket.TCP_USER_TIMEOUT:
             self.patience = value / 1000
             self.watch()
 
     def getsockopt(self, _: int, name: int) -> int:
-        if name == SO_ACCEPTCONN:
+        if name == socket.SO_ACCEPTCONN:
             return int(self.is_listening)
-        assert name == SO_ERROR
+        assert name == socket.SO_ERROR
         return self.error
 
     def bind(self, address: Any) -> None:
-        if self.family == AF_UNIX:
+        if self.family == socket.AF_UNIX:
             address = "127.0.0.1", address
         name = address[0] or "0.0.0.0"
         if name not in ("0.0.0.0", "127.0.0.1", self.host.address):
-            raise OSError(EADDRNOTAVAIL, strerror(EADDRNOTAVAIL))
+            raise OSError(errno.EADDRNOTAVAIL, strerror(errno.EADDRNOTAVAIL))
         port = address[1] or next(self.host.ports)
         if port in self.host.listeners:
-            raise OSError(EADDRINUSE, strerror(EADDRINUSE))
+            raise OSError(errno.EADDRINUSE, strerror(errno.EADDRINUSE))
         self.local = name, port
 
     def listen(self, backlog: int) -> None:
@@ -195,7 +174,7 @@ class Socket(File):
 
     def connect_ex(self, address: Any) -> int:
         self.world.spend(costs.CONNECT)
-        if self.family == AF_UNIX:
+        if self.family == socket.AF_UNIX:
             address = "127.0.0.1", address
         is_own_host = address[0].startswith("127.") or address[0] == self.host.address
         target = self.host if is_own_host else self.world.by_address.get(address[0])
@@ -204,9 +183,9 @@ class Socket(File):
         if target is not None:
             when = self.world.clock() + latency(self.host, target)
             self.world.at(when, self._ask, target, address, 0)
-        return EINPROGRESS
+        return errno.EINPROGRESS
 
-    def accept(self) -> tuple[Socket, tuple[str, int]]:
+    def accept(self) -> "tuple[Socket, tuple[str, int]]":
         self.world.spend(costs.ACCEPT)
         if not self.queue:
             raise BlockingIOError
@@ -237,7 +216,7 @@ class Socket(File):
     def recv(self, most: int) -> bytes:
         world, seconds = self.world, costs.RECEIVE
         if self.is_closed:
-            raise OSError(EBADF, strerror(EBADF))
+            raise OSError(errno.EBADF, strerror(errno.EBADF))
         if not self.inbox:
             world.spend(seconds)
             seconds = 0.0
@@ -286,7 +265,7 @@ class Socket(File):
 
     def shutdown(self, _: int) -> None:
         if not self.is_connected or self.error:
-            raise OSError(EPIPE, strerror(EPIPE))
+            raise OSError(errno.EPIPE, strerror(errno.EPIPE))
         if not self.has_shut:
             self._cut()
             self.has_shut = True
@@ -310,7 +289,7 @@ class Socket(File):
                 waiting.closed()
         elif self.peer is not None and not self.error:
             if self.inbox:
-                self.world.at(self._arrives(FRAME), self.peer.fail, ECONNRESET)
+                self.world.at(self._arrives(FRAME), self.peer.fail, errno.ECONNRESET)
             elif not self.has_shut:
                 self._transmit(None)
         if self.owner is not None:
@@ -333,9 +312,9 @@ class Socket(File):
             size = max(0, min(len(data), self.credit))
         world.spend(cost + size * costs.BYTE)
         if self.is_closed:
-            raise OSError(EBADF, strerror(EBADF))
+            raise OSError(errno.EBADF, strerror(errno.EBADF))
         if self.error or self.peer is None or self.has_shut:
-            raise OSError(self.error or EPIPE, strerror(self.error or EPIPE))
+            raise OSError(self.error or errno.EPIPE, strerror(self.error or errno.EPIPE))
         if size < len(data):
             self.is_starved = True
             self.watch()
@@ -403,14 +382,14 @@ class Socket(File):
         self.is_watched = False
         if self.is_starved and not self.is_closed:
             if self.read == read:
-                self.fail(ETIMEDOUT)
+                self.fail(errno.ETIMEDOUT)
             else:
                 self.watch()
 
     def _fail_if_silent(self, *sides: int) -> None:
         """Give up a peer that is still unreachable."""
         if self.peer is not None and (self.host.side, self.peer.host.side) == sides:
-            self.fail(ETIMEDOUT)
+            self.fail(errno.ETIMEDOUT)
 
     def _arrives(self, size: int) -> float:
         """Return the arrival time of bytes that are sent now."""
@@ -448,7 +427,7 @@ class Socket(File):
             self.world.stalled[self] = None
         elif self.is_closed or self.error:
             if data and not peer.error:
-                self.world.at(self._arrives(FRAME), peer.fail, ECONNRESET)
+                self.world.at(self._arrives(FRAME), peer.fail, errno.ECONNRESET)
         else:
             if data is None:
                 self.has_ended = True
@@ -489,9 +468,9 @@ class Socket(File):
             if tries < SYN_RETRIES:
                 world.at(world.now + 2**tries, self._ask, target, address, tries + 1)
             else:
-                self.fail(ETIMEDOUT)
+                self.fail(errno.ETIMEDOUT)
         elif listener is None or listener.local[0] not in ("0.0.0.0", address[0]):
-            world.at(back, self.fail, ECONNREFUSED)
+            world.at(back, self.fail, errno.ECONNREFUSED)
         else:
             new = Socket.made(target, self.family)
             new.is_connected, new.peer, self.peer = True, self, new
@@ -536,7 +515,7 @@ def network_of(world: World) -> dict[str, Any]:
 
     def file_of(descriptor: int) -> Any:
         if descriptor not in me().descriptors:
-            raise OSError(EBADF, strerror(EBADF))
+            raise OSError(errno.EBADF, strerror(errno.EBADF))
         return files[descriptor]
 
     def create_server(address: tuple[str, int], backlog: int = 128, **_: Any) -> Socket:
@@ -553,8 +532,8 @@ def network_of(world: World) -> dict[str, Any]:
         result = world.by_name.get(host)
         meant = result.address if result else {"localhost": "127.0.0.1"}.get(host, host)
         if not meant.replace(".", "").isdecimal():
-            raise gaierror(-2, "Name or service not known")
-        return [(AF_INET, SOCK_STREAM, 6, "", (meant, port))]
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (meant, port))]
 
     def write(descriptor: int, data: bytes) -> int:
         if descriptor in (1, 2):

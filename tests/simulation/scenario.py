@@ -4,8 +4,6 @@ Native code has stand-ins. They exchange the same number of messages as the real
 measured time, and move no data.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -204,7 +202,7 @@ class Start:
         expected = self.bodies[number]
         assert body is expected or body == expected, f"exchange {number}: not what others have"
 
-    def run(self, until: float = 1e4) -> Start:
+    def run(self, until: float = 1e4) -> "Start":
         with installed(self.world), native_stood_in_for(), costs.charged(self.world.spend):
             done = lambda: len(self.up) + len(self.errors) == self.ranks  # noqa: E731
             self.world.run(until, done)

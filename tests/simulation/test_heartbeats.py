@@ -3,8 +3,6 @@
 ``make simulate-heartbeats SEED=7 RANKS=256`` repeats one simulation.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The control plane in virtual time: random faults cause neither a hang nor a wrong name."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial

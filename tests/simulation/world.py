@@ -6,8 +6,6 @@ the fiber's clock. So a busy rank needs no events, and one thread runs 100,000 r
 ``random`` determines all random choices.
 """
 
-from __future__ import annotations
-
 import gc
 import heapq
 import math
@@ -31,7 +29,7 @@ _DEADLY = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.
 
 
 class Fiber(greenlet):
-    def __init__(self, process: Process, call: Callable[[], Any], at: float) -> None:
+    def __init__(self, process: "Process", call: Callable[[], Any], at: float) -> None:
         super().__init__(self._work, process.world.hub)
         self.process, self.call = process, call
         self.clock, self.deadline, self.timer = at, math.inf, math.inf
@@ -53,7 +51,7 @@ class Fiber(greenlet):
 class Host:
     """A machine with one network card; ``speed`` divides the time of its computations."""
 
-    def __init__(self, world: World, number: int) -> None:
+    def __init__(self, world: "World", number: int) -> None:
         self.world, self.number = world, number
         self.name, self.rack = f"host{number}", number // world.rack
         self.address = f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}"
@@ -120,7 +118,7 @@ class Process:
         self.world.at(at, self.world.resume, fiber, True)
         return fiber
 
-    def child(self, main: Callable[[], int | None], environ: Mapping[str, str]) -> Process:
+    def child(self, main: Callable[[], int | None], environ: Mapping[str, str]) -> "Process":
         """Start a child process."""
         child = Process(self.host, main, environ, IMPORT)
         child.parent, self.children[child.pid] = self, child

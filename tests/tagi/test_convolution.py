@@ -151,28 +151,17 @@ def test_convolution_accepts_any_memory_order() -> None:
         equal(run(tuple(map(int, orders))), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_convolution_accepts_changing_batch_sizes() -> None:
-    rng = np.random.default_rng(4)
-    net = nn.Sequential(nn.Conv2d(1, 2, 3, in_width=5, in_height=4), nn.Linear(12, 2))
-    x = rng.standard_normal((9, 1, 4, 5))
-    all_at_once = net(x)[0]
-    for size in (1, 4, 9, 2):
-        equal(net(x[:size])[0], all_at_once[:size], rtol=1e-5, atol=1e-6)
-        observe(net, np.zeros((size, 2)))
-    flat, _ = net(x.ravel())
-    equal(flat, all_at_once.ravel())
-
-
-def test_convolution_accepts_changing_image_shapes() -> None:
-    """Includes a shape of the same size."""
+def test_convolution_accepts_changing_batches_and_image_shapes() -> None:
+    """Includes a shape of the same size, and steps between batches of other sizes."""
     rng = np.random.default_rng(6)
     net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.AvgPool2d(2))
-    for height, width in ((4, 6), (6, 4), (2, 12), (8, 8), (4, 6)):
-        x = rng.standard_normal((2, 2, height, width))
+    for count, height, width in ((2, 4, 6), (5, 6, 4), (1, 2, 12), (9, 8, 8), (9, 4, 6), (2, 4, 6)):
+        x = rng.standard_normal((count, 2, height, width))
         mean, _ = net(x)
         fresh = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.AvgPool2d(2))
         fresh.load_state_dict(net.state_dict())
         equal(mean, fresh(x)[0])
+        observe(net, np.zeros((count, mean.size // count)))
     with pytest.raises(ValueError, match="for a height of 3"):
         net(np.zeros((2, 2, 3, 16)))
     equal(net(x.reshape(2, 48))[0], mean)  # flat samples have the last shape

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from flashlight_py.doctor import mpirun_command
 from tests.distributed.conformance import slow
-from tests.distributed.harness import mpirun_command
 
 ROOT = Path(__file__).parents[2]
 # On a CI server, pytest prints whole assertions without their kind. PYTHONUNBUFFERED hides output

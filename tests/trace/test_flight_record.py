@@ -6,7 +6,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,12 @@ from flashlight_py.errors import MismatchError
 from flashlight_py.trace.__main__ import main
 from flashlight_py.trace.profiling import FlightRecord, compare, read_records
 from tests.distributed.harness import run_ranks
+from tests.distributed.processes import await_file
 from tests.trace.validity import assert_valid
 
 
-def await_file(path: Path, seconds: float = 10.0) -> dict[str, Any]:
-    ends = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < ends, f"{path} has not come"
-        time.sleep(0.01)  # no event tells that another process has written
+def await_record(path: Path) -> dict[str, Any]:
+    await_file(path)
     result: dict[str, Any] = json.loads(path.read_text())
     return result
 
@@ -41,10 +38,10 @@ def hang_then_part(rank: int, size: int, folder: str) -> str:
         while state != "running":  # otherwise the signal came before the wait
             record.unlink(missing_ok=True)
             os.kill(pids[0], signal.SIGUSR1)
-            state = await_file(record)["calls"][-1]["state"]
-        record_of_rank = await_file(Path(folder) / "rank1.json")
+            state = await_record(record)["calls"][-1]["state"]
+        record_of_rank = await_record(Path(folder) / "rank1.json")
         assert record_of_rank["reason"] == "another rank has written its own"
-        assert record_of_rank["stands_at"].startswith("trace/test_flight_record.py:")
+        assert record_of_rank["stands_at"].startswith("distributed/processes.py:")
         assert "in hang_then_part" in "\n".join(record_of_rank["threads"])
     fl.all_reduce(np.zeros(3))
     if rank == 0:

@@ -17,13 +17,6 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import system
 from flashlight_py.distributed.failures import flight_record
-from flashlight_py.distributed.failures.flight_record import (
-    ANSWER,
-    Flight,
-    OtherRecords,
-    Watchdog,
-    write_record,
-)
 from flashlight_py.errors import PeerLostError
 from tests.distributed.processes import limit_descriptors, process_state
 
@@ -33,9 +26,9 @@ def own_reason(folder: Path) -> str:
 
 
 def test_watchdog_ignores_reports_of_other_jobs(tmp_path: Path) -> None:
-    flight = Flight(tmp_path, 0, 3, "this job")
+    flight = flight_record.Flight(tmp_path, 0, 3, "this job")
     other, foreign = replace(flight, rank=1), replace(flight, rank=1, job="another job")
-    records = OtherRecords(flight)
+    records = flight_record.OtherRecords(flight)
     ticks = count(10**18)
 
     def counts(act: Callable[[], object], after: float = -math.inf) -> bool:
@@ -44,14 +37,14 @@ def test_watchdog_ignores_reports_of_other_jobs(tmp_path: Path) -> None:
         return records.have_written(after)
 
     assert not counts((tmp_path / "loss.txt").touch)
-    assert not counts(lambda: write_record(flight, "a test"))
-    assert not counts(lambda: write_record(foreign, "a test"))
-    assert not counts(lambda: write_record(other, ANSWER))
+    assert not counts(lambda: flight_record.write_record(flight, "a test"))
+    assert not counts(lambda: flight_record.write_record(foreign, "a test"))
+    assert not counts(lambda: flight_record.write_record(other, flight_record.ANSWER))
     assert not counts(lambda: (tmp_path / "rank2.json").write_text("[]"))
     assert not counts(lambda: os.mkfifo(tmp_path / "rank3.json"))  # reading it would block forever
-    assert counts(lambda: write_record(other, "a test"))
+    assert counts(lambda: flight_record.write_record(other, "a test"))
     assert not records.have_written(-math.inf)
-    written = write_record(other, "a test").stat().st_mtime
+    written = flight_record.write_record(other, "a test").stat().st_mtime
     assert not counts(lambda: None, after=written + 10)
 
 
@@ -59,9 +52,9 @@ def test_watchdog_ignores_reports_of_other_jobs(tmp_path: Path) -> None:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return the records folder, a function that waits for the watchdog, and the watchdog."""
     looked = threading.Event()
-    have_written = OtherRecords.have_written
+    have_written = flight_record.OtherRecords.have_written
 
-    def report(self: OtherRecords, after: float) -> bool:
+    def report(self: flight_record.OtherRecords, after: float) -> bool:
         looked.set()
         return have_written(self, after)
 
@@ -70,7 +63,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             looked.clear()
             assert looked.wait(10)
 
-    monkeypatch.setattr(OtherRecords, "have_written", report)
+    monkeypatch.setattr(flight_record.OtherRecords, "have_written", report)
     monkeypatch.setattr(flight_record, "_LOOK_SECONDS", 0.01)
     fl.distributed_init(params={"TRACE_DIR": tmp_path})
     try:
@@ -85,14 +78,14 @@ def test_dump_keeps_its_reason_until_a_later_report(world: Any) -> None:
     fl.trace.dump("a test")
     look()
     assert own_reason(folder) == "a test"
-    written = write_record(other, "a signal").stat().st_mtime
+    written = flight_record.write_record(other, "a signal").stat().st_mtime
     look()
     assert own_reason(folder) == "a test"  # the other record has no new reason
-    later = write_record(other, "another signal")
+    later = flight_record.write_record(other, "another signal")
     os.utime(later, (written + 60, written + 60))
     (folder / "loss.txt").touch()  # changes the folder, as a new record does
     look()
-    assert own_reason(folder) == ANSWER
+    assert own_reason(folder) == flight_record.ANSWER
 
 
 def test_failure_is_written_after_an_earlier_record(world: Any) -> None:
@@ -100,7 +93,7 @@ def test_failure_is_written_after_an_earlier_record(world: Any) -> None:
     fl.trace.dump("a test")
     with dog._lock:  # as during a write on the interrupted thread
         fl.trace.dump("the handler of a signal")
-        write_record(replace(dog.flight, rank=1), "a test")
+        flight_record.write_record(replace(dog.flight, rank=1), "a test")
         time.sleep(0.05)  # until the watchdog has read the record; there is no event for it
         dog.explain(PeerLostError("[barrier] rank 0 of 2: lost rank 1"))
     dog.explain(PeerLostError("again"))
@@ -124,7 +117,7 @@ def test_watchdog_leaves_nothing_if_it_cannot_start(tmp_path: Path, allowed: int
     free = (number for number in count() if not os.path.exists(f"/proc/self/fd/{number}"))
     *_, last = islice(free, allowed)
     with limit_descriptors(last + 1), pytest.raises(OSError, match="Too many open files"):
-        Watchdog(Flight(folder=tmp_path))
+        flight_record.Watchdog(flight_record.Flight(folder=tmp_path))
     assert process_state() == before
 
 
@@ -139,7 +132,7 @@ def test_watchdog_start_survives_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr(system, "Thread", Interrupted)
     with pytest.raises(SystemExit):
-        Watchdog(Flight(tmp_path))
+        flight_record.Watchdog(flight_record.Flight(tmp_path))
     (thread,) = (thread for thread in threading.enumerate() if isinstance(thread, Interrupted))
     thread._target.__self__.stop()  # type: ignore[attr-defined]
     assert not errors
