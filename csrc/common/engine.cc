@@ -220,7 +220,7 @@ bool Engine::poll(const Awaited& awaited, Patience patience, int hint) {
       wire_.begin_polling(hint);
       polling.has_begun = true;
     }
-    poll_count < patience.spins ? pause_after(poll_count) : yield_processor();
+    poll_count < patience.spins ? pause_after(poll_count) : wire_.rest(hint, poll_count);
   }
   polling.in_vain = true;
   return false;

@@ -118,6 +118,8 @@ class Wire {
   // Called before and after a wait that polls for records from a peer (kNoPeer: from any rank).
   virtual void begin_polling(int) {}
   virtual void end_polling(int, bool /* in_vain */) {}
+  // Let other threads run after poll number `polls` of a wait for records from a peer.
+  virtual void rest(int /* peer */, int /* polls */) { yield_processor(); }
   // Sleep until a record may have arrived since begin_wait(). `as_caller`: false on the engine's thread.
   virtual uint32_t begin_wait() = 0;
   virtual void wait(uint32_t since, bool as_caller, long milliseconds) = 0;

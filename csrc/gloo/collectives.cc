@@ -134,9 +134,10 @@ void Collectives::announce(const fl_signature& signature, const fl_site& site, c
     // Rank r also waits for this rank if it waits for a rank that waits for all ranks.
     const Ranks needed = needed_by(r, signature);
     const bool is_needed = needed.has(rank_) || (mode == kWaits && needed.count() > 0);
-    const bool at_leisure = !is_needed && calls_ % kHurryEvery != 0;
+    const auto haste = is_needed && mode == kWaits ? Pair::kNow
+                       : is_needed || calls_ % kHurryEvery == 0 ? Pair::kSoon : Pair::kLater;
     ignore_if_left(r, [&] {
-      mesh_.pair_with(r).call(mesh_.group, tag, {head, {source + give[r].begin, bytes}}, at_leisure);
+      mesh_.pair_with(r).call(mesh_.group, tag, {head, {source + give[r].begin, bytes}}, haste);
     });
   }
 }

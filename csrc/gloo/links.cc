@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/timerfd.h>
@@ -20,7 +21,13 @@ constexpr size_t kSpareAttempts = 64;
 
 // Maximum time for which a waiting thread reads a connection itself. This saves the wake-ups of Gloo's thread
 // and of the waiting thread, which take a fraction of this time.
-constexpr std::chrono::microseconds kBrief{600};
+constexpr std::chrono::microseconds kBrief{1000};
+
+// Number of polls before a waiting thread sleeps between polls. A wake-up can take as long as the way of a
+// message from host to host. kRestNanoseconds: maximum time of such a sleep. It must be short, because another
+// thread may read the awaited data, which does not end the sleep.
+constexpr int kYields = 200;
+constexpr long kRestNanoseconds = 100000;
 
 // Time between an alarm and Pair::settle(). A message that no thread awaits may be read later by two such times.
 constexpr long kSettleNanoseconds = 1000000;
@@ -250,16 +257,30 @@ void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
   auto& receiver = static_cast<Receiver&>(buffer);
   if (receiver.received() > 0 || !is_connected(peer)) return;
   Pair& pair = *this->pair(peer);
-  const auto end = Clock::now() + kBrief / (1 << reading_.halvings());
+  const auto end = Clock::now() + kBrief;
+  hurry();
   pair.set_served(false);
-  for (;;) {
+  for (int polls = 0;; ++polls) {
     pair.read_available();
     if (receiver.received() > 0 || Clock::now() >= end) break;
-    sched_yield();
+    rest({&pair}, polls);
   }
   const bool in_vain = receiver.received() == 0;
   if (in_vain || Pair::sleepers > 0) pair.set_served(true);
-  reading_.has_waited(in_vain);
+}
+
+void Links::rest(const std::vector<Pair*>& pairs, int polls) {
+  if (polls < kYields || pairs.empty()) return yield_processor();
+  std::vector<pollfd> sockets;
+  for (Pair* pair : pairs) sockets.push_back({pair->socket(), POLLIN, 0});
+  const timespec time{0, kRestNanoseconds};
+  ppoll(sockets.data(), sockets.size(), &time, nullptr);
+}
+
+void Links::hurry() const {
+  for (int peer = 0; peer < size; ++peer) {
+    if (Pair* const pair = this->pair(peer)) pair->hurry(Pair::kSoon);
+  }
 }
 
 // Connecting -----------------------------------------------------------------------------------

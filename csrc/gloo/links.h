@@ -61,6 +61,10 @@ class Links : public Context {
   // Read data of `peer` on this thread for a short time, or until `buffer` has received a message. This is
   // faster than a wake-up of Gloo's thread and then of this thread.
   void read(gloo::transport::UnboundBuffer& buffer, int peer);
+  // After poll number `polls` of a wait: let other threads run, or sleep until one of `pairs` has data to read.
+  static void rest(const std::vector<Pair*>& pairs, int polls);
+  // Before a wait: send the delayed packets that other ranks await.
+  void hurry() const;
 
  private:
   enum State { kNone, kConnecting, kConnected, kFailed };
@@ -91,7 +95,6 @@ class Links : public Context {
   std::atomic<bool> is_set_{false};        // the timer runs
   Descriptors descriptors_;
   double seconds_ = 0;
-  Persistence reading_;
   std::unique_ptr<std::atomic<int>[]> states_;  // a State for each peer; written under lock_
 
   std::mutex closing_;  // held by close(): a second caller waits for the first

@@ -85,6 +85,13 @@ constexpr size_t kHead = sizeof(tcp::Op::preamble);
 constexpr size_t kDiscardBytes = 64 << 10;
 constexpr size_t kBeyondBytes = 32 << 10;
 constexpr size_t kMostHeld = 4 << 10;  // maximum bytes of delayed packets
+constexpr std::chrono::microseconds kGap{20};  // packets that follow sooner are sent together
+
+// True if a write cannot be repeated after `error`. If the peer has closed the connection, read() reports this
+// after it has read the peer's last data.
+bool is_fatal(int error) {
+  return error != EAGAIN && error != EINTR && error != ECONNRESET && error != EPIPE;
+}
 
 // Base class of OwnedBuffer: it is initialised before Buffer, which needs the address of the parcel.
 struct Memory {
@@ -166,6 +173,11 @@ void Pair::read_available() {
   if (state_ == CONNECTED) handleReadWrite(EPOLLIN);
 }
 
+int Pair::socket() {
+  const std::lock_guard<std::mutex> lock(m_);
+  return fd_;
+}
+
 bool Pair::has_delivered(std::chrono::milliseconds silence) {
   const std::lock_guard<std::mutex> lock(m_);
   if (state_ != CONNECTED) return true;
@@ -203,26 +215,31 @@ void Pair::send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, 
   put(kSend, group, slot, part);
 }
 
-void Pair::call(uint64_t group, uint64_t tag, std::initializer_list<iovec> parts, bool at_leisure) {
+void Pair::call(uint64_t group, uint64_t tag, std::initializer_list<iovec> parts, Haste haste) {
   const std::lock_guard<std::mutex> lock(m_);
   require_connected();
   size_t bytes = 0;
   for (const iovec& part : parts) bytes += part.iov_len;
-  Parcel parcel(bytes);
-  char* end = parcel.memory.get();
-  for (const iovec& part : parts) end = std::copy_n(static_cast<const char*>(part.iov_base), part.iov_len, end);
-  if (!at_leisure || !tx_.empty() || held_.size() + kHead + bytes > kMostHeld) {
+  if (haste == kSoon && Clock::now() - called_at_ > kGap) haste = kNow;
+  if (haste == kNow) called_at_ = Clock::now();
+  was_polled_ |= sleepers == 0;  // this rank reads the connection in its next wait
+  if (!tx_.empty() || held_.size() + kHead + bytes > kMostHeld) {
+    Parcel parcel(bytes);
+    char* end = parcel.memory.get();
+    for (const iovec& part : parts) end = std::copy_n(static_cast<const char*>(part.iov_base), part.iov_len, end);
     owned_.emplace_back(std::move(parcel));
     return put(kCall, group, tag, {owned_.back().weak(), 0, bytes});
   }
   const decltype(tcp::Op::preamble) head{kHead + bytes, kCall, tag, 0, bytes, group};
-  if (held_.empty()) alarm_();
-  held_.append(reinterpret_cast<const char*>(&head), kHead).append(parcel.memory.get(), bytes);
+  held_.append(reinterpret_cast<const char*>(&head), kHead);
+  for (const iovec& part : parts) held_.append(static_cast<const char*>(part.iov_base), part.iov_len);
+  held_haste_ = std::max(held_haste_, haste);
+  if (haste != kNow || !send_held()) alarm_();
 }
 
-bool Pair::hurry() {
+bool Pair::hurry(Haste haste) {
   const std::lock_guard<std::mutex> lock(m_);
-  return send_held();
+  return held_haste_ >= haste ? send_held() : held_.empty() && tx_.empty();
 }
 
 // If the kernel does not accept all delayed packets, a later write or alarm sends the rest.
@@ -230,6 +247,8 @@ bool Pair::send_held() {
   if (state_ != CONNECTED) return true;
   const ssize_t sent = held_.empty() ? 0 : ::send(fd_, held_.data(), held_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   held_.erase(0, std::max<ssize_t>(sent, 0));
+  if (sent < 0 && is_fatal(errno)) fail("write", errno);
+  if (held_.empty()) held_haste_ = kLater;
   return held_.empty() && tx_.empty();
 }
 
@@ -370,8 +389,7 @@ bool Pair::write(tcp::Op& op) {
     } else if (errno != EINTR) {
       const int error = errno;
       buffer = Alive();  // release it: fail() may destroy the buffer
-      // If the peer has closed the connection, read() reports this after it has read the peer's last data.
-      if (error != EAGAIN && error != ECONNRESET && error != EPIPE) fail("write", error);
+      if (is_fatal(error)) fail("write", error);
       return false;
     }
   }

@@ -77,15 +77,19 @@ class Pair : public gloo::transport::tcp::Pair {
   // On Gloo's thread, after an alarm. Return true if it must be called again.
   bool settle();
   void read_available();
+  int socket();
 
   // Send a message. Messages of one slot of a group arrive in order. Throws if the connection has ended.
   void send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);
   void receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);
-  // Send a packet, which needs no permission. With `at_leisure`, it is sent together with
-  // the next packet, with several such packets, or after an alarm. Throws if the connection has ended.
-  void call(uint64_t group, uint64_t tag, std::initializer_list<iovec> parts, bool at_leisure);
-  // Send the packets that call() has delayed. Return true if the kernel has all data, or the connection has ended.
-  bool hurry();
+  // When a packet is sent: with the next packet, with several such packets, or after an alarm (kLater); also if
+  // this rank waits, or after kGap since the last packet (kSoon); or at once (kNow).
+  enum Haste { kLater, kSoon, kNow };
+  // Send a packet, which needs no permission. Throws if the connection has ended.
+  void call(uint64_t group, uint64_t tag, std::initializer_list<iovec> parts, Haste haste);
+  // Send the packets that call() has delayed, if one of them has at least this `haste`. Return true if the
+  // kernel has all data, or the connection has ended.
+  bool hurry(Haste haste = kLater);
   // Count each packet of call() that arrives for `group` as a message that `buffer` has received.
   void listen(Receiver& buffer, uint64_t group);
   // Store the packets that have arrived for `group` in `calls`.
@@ -163,6 +167,8 @@ class Pair : public gloo::transport::tcp::Pair {
   size_t beyond_begin_ = 0, beyond_end_ = 0;
   bool is_drained_ = false;
   std::string held_;  // delayed packets; the bytes in tx_ follow them
+  Haste held_haste_ = kLater;
+  Clock::time_point called_at_{};  // when call() last sent a packet
   bool is_served_ = true, was_polled_ = false;  // was_polled_: since the last settle()
 };
 

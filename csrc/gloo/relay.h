@@ -37,7 +37,7 @@ class Relay {
 
   // Send and receive data of the call after its exchange. The received data is valid until the next receive().
   void send(int to, const char* data, size_t bytes) {
-    mesh_.pair_with(to).call(mesh_.group, 0, {{const_cast<char*>(data), bytes}, {}}, false);
+    mesh_.pair_with(to).call(mesh_.group, 0, {{const_cast<char*>(data), bytes}, {}}, Pair::kNow);
   }
   const Parcel& receive(int from, Waiter& waiter) {
     Inbox& inbox = inboxes_[from];

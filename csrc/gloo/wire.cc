@@ -8,9 +8,9 @@ namespace {
 constexpr size_t kMostWaiting = 1 << 20;
 constexpr size_t kSmall = 1 << 10;
 
-// Maximum number of polls before a thread sleeps. A polling thread reads the connections itself. This saves
-// the wake-ups of Gloo's thread and of the polling thread.
-constexpr int kPolls = 200;
+// Maximum number of polls before a thread waits for Gloo's thread. A polling thread reads the connections
+// itself. This saves the wake-ups of Gloo's thread and of the polling thread.
+constexpr int kPolls = 240;
 
 // Maximum number of ranks for which a thread polls all connections. With more ranks it polls only one peer.
 constexpr int kMostPolled = 8;
@@ -147,6 +147,7 @@ void GlooWire::for_each(int peer, Visit visit) {
 }
 
 void GlooWire::begin_polling(int peer) {
+  links_.hurry();
   for_each(peer, [](Pair* pair, std::atomic<int>& pollers) {
     if (pollers++ == 0 && pair != nullptr) pair->set_served(false);
   });
@@ -156,10 +157,17 @@ void GlooWire::end_polling(int peer, bool in_vain) {
   for_each(peer, [in_vain](Pair* pair, std::atomic<int>& pollers) {
     if (--pollers == 0 && pair != nullptr && (in_vain || Pair::sleepers > 0)) pair->set_served(true);
   });
-  polling_.has_waited(in_vain);
 }
 
-Patience GlooWire::patience() const { return {0, kPolls >> polling_.halvings()}; }
+void GlooWire::rest(int peer, int polls) {
+  std::vector<Pair*> pairs;
+  for_each(peer, [&](Pair* pair, std::atomic<int>&) {
+    if (pair != nullptr) pairs.push_back(pair);
+  });
+  Links::rest(pairs, polls);
+}
+
+Patience GlooWire::patience() const { return {0, kPolls}; }
 
 // Events of pairs -------------------------------------------------------------------------------
 

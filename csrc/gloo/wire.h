@@ -21,6 +21,7 @@ class GlooWire final : public Wire, public Parcels {
   std::unique_ptr<Flow> flow(const Moves& moves) override;
   void begin_polling(int peer) override;
   void end_polling(int peer, bool in_vain) override;
+  void rest(int peer, int polls) override;
   uint32_t begin_wait() override { return futex_.begin_wait(); }
   void wait(uint32_t since, bool as_caller, long milliseconds) override {
     ++Pair::sleepers;
@@ -35,7 +36,6 @@ class GlooWire final : public Wire, public Parcels {
   void sent(int peer, size_t bytes) override;
   void ended(int) noexcept override { wake_all(); }
 
-  // Number of polls before a sleep. It is reduced after polls without success.
   Patience patience() const;
 
  private:
@@ -61,7 +61,6 @@ class GlooWire final : public Wire, public Parcels {
 
   Links& links_;
   Futex futex_;
-  Persistence polling_;
   const std::unique_ptr<PeerState[]> peer_states_;  // by rank
 };
 
