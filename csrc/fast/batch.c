@@ -155,8 +155,7 @@ PyObject *native_batch(PyObject *self, PyObject *ops) {
     work = begin_all(self, binding, &all, place);
   } else {
     PyErr_Clear(); /* Python then raises the error with its own text */
-    Py_INCREF(Py_NotImplemented);
-    work = Py_NotImplemented;
+    work = Py_NewRef(Py_NotImplemented);
   }
   release(&all);
   return work;

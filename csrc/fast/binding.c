@@ -33,8 +33,7 @@ static int is_ours(Binding *binding, PyObject *code) {
     PyObject *folder = PyTuple_GetItem(binding->folders, i);
     if (PyUnicode_Tailmatch(file, folder, 0, PY_SSIZE_T_MAX, -1) > 0) cached->is_ours = (int)i + 1;
   }
-  Py_INCREF(code);
-  cached->code = code;
+  cached->code = Py_NewRef(code);
   Py_XDECREF(previous);
   Py_DECREF(file);
   return cached->is_ours;
@@ -86,12 +85,8 @@ static int find_caller(Binding *binding, caller *result) {
 }
 
 static PyObject *make_place(const caller *site_caller) {
-  PyObject *name = called_verb == NULL ? Py_None : called_verb;
-  if (site_caller->via == NULL) {
-    Py_INCREF(name);
-  } else {
-    name = PyObject_GetAttr(site_caller->via, name_function);
-  }
+  PyObject *const via = site_caller->via, *const verb = called_verb == NULL ? Py_None : called_verb;
+  PyObject *name = via == NULL ? Py_NewRef(verb) : PyObject_GetAttr(via, name_function);
   PyObject *place = name == NULL ? NULL : PyTuple_Pack(3, site_caller->code, site_caller->instruction, name);
   Py_XDECREF(name);
   return place;
@@ -138,10 +133,7 @@ static void set_place(const Binding *binding, ring_call *row, PyObject *place) {
 
 recorded record(const Binding *binding, const fl_signature *signature, int peer, int flags, PyObject *place) {
   ring_call *row = ring_begin(binding->calls, signature, peer, flags);
-  if (place != NULL) {
-    Py_INCREF(place);
-    set_place(binding, row, place);
-  }
+  if (place != NULL) set_place(binding, row, Py_NewRef(place));
   return (recorded){row, row->id};
 }
 

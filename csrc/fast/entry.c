@@ -76,8 +76,7 @@ PyObject *call_function(PyObject *function, PyObject *const *args, Py_ssize_t co
   PyObject *all = PyTuple_New(count), *options = PyDict_New(), *result = NULL;
   int is_good = all != NULL && options != NULL;
   for (Py_ssize_t i = 0; is_good && i < count; ++i) {
-    Py_INCREF(args[i]);
-    is_good = PyTuple_SetItem(all, i, args[i]) == 0;
+    is_good = PyTuple_SetItem(all, i, Py_NewRef(args[i])) == 0;
   }
   for (Py_ssize_t i = 0; is_good && i < named; ++i) {
     is_good = PyDict_SetItem(options, PyTuple_GetItem(keywords, i), args[count + i]) == 0;
@@ -131,8 +130,7 @@ static PyObject *make_entry(PyTypeObject *type, PyObject *args, PyObject *option
   if (verb == NULL) return NULL;
   PyObject *arguments, *parameters, **g = verb->arguments;
   verb->call = call_entry;
-  verb->kept = args;
-  Py_INCREF(args);
+  verb->kept = Py_NewRef(args);
   int is_good = PyArg_ParseTuple(args, "OOOOO!O!O!n", &verb->function, &verb->name, &verb->points, &verb->world,
                                  &PyType_Type, &verb->groups, &PyTuple_Type, &arguments, &PyTuple_Type, &parameters,
                                  &verb->positional) &&

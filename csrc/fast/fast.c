@@ -77,8 +77,7 @@ static PyObject *call_arrays(PyObject *self, PyObject *const *args, double secon
   call.seconds = seconds;
   const int is_one = is_message(call.signature.verb);
   if (is_one) { /* a message; a blocking send has no result */
-    call.result = call.signature.verb == FL_SEND && !is_async ? Py_None : x;
-    Py_INCREF(call.result);
+    call.result = Py_NewRef(call.signature.verb == FL_SEND && !is_async ? Py_None : x);
   }
   if (is_async) return start(self, x, out, &call);
   if (is_one) return run_message(binding, x, out, &call);
@@ -125,9 +124,8 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   const Binding *binding = binding_of(self);
   if (binding == NULL) return NULL;
   if (count != MOST_ARGUMENTS - 1 && count != MOST_ARGUMENTS) {
-    PyErr_SetString(PyExc_TypeError,
-                    "expected (verb, x, out, op, scale, root or peer, tag, async_op[, seconds])");
-    return NULL;
+    const char *const expected = "(verb, x, out, op, scale, root or peer, tag, async_op[, seconds])";
+    return PyErr_Format(PyExc_TypeError, "expected %s", expected);
   }
   const double seconds = count == MOST_ARGUMENTS ? PyFloat_AsDouble(args[8]) : binding->seconds;
   if (seconds == -1.0 && PyErr_Occurred()) return NULL;
@@ -148,8 +146,7 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
   plain_call sent, received;
   if (binding == NULL) return NULL;
   if (count != 6 && count != 1) {
-    PyErr_SetString(PyExc_TypeError, "expected (x, dst, out, src, tag, recv_tag), or (ops)");
-    return NULL;
+    return PyErr_Format(PyExc_TypeError, "expected (x, dst, out, src, tag, recv_tag), or (ops)");
   }
   const int is_left = is_left_to_python(binding);
   if (is_left < 0) return NULL;
@@ -165,10 +162,7 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
       (is_pair && plain_overlap(&sent, &received))) {
     Py_RETURN_NOTIMPLEMENTED;
   }
-  if (!sends && !receives) {
-    Py_INCREF(args[2]);
-    return args[2];
-  }
+  if (!sends && !receives) return Py_NewRef(args[2]);
   PyObject *place;
   const fl_site *site;
   if (!place_and_site(binding, &place, &site)) return NULL;
@@ -186,8 +180,7 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
   }
   PyObject *result = NULL;
   if (ops[0] == NULL && ops[1] == NULL) {
-    result = args[2];
-    Py_INCREF(result);
+    result = Py_NewRef(args[2]);
   } else {
     PyObject *handles = Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)ops[0],
                                       (unsigned long long)(uintptr_t)ops[1]);
@@ -288,10 +281,7 @@ static PyObject *clocks(PyObject *module, PyObject *args) {
 /* bounds(array): return (start, end), the address range of its elements. */
 static PyObject *bounds(PyObject *module, PyObject *argument) {
   (void)module;
-  if (!PyArray_Check(argument)) {
-    PyErr_SetString(PyExc_TypeError, "expected an array");
-    return NULL;
-  }
+  if (!PyArray_Check(argument)) return PyErr_Format(PyExc_TypeError, "expected an array");
   PyArrayObject *array = (PyArrayObject *)argument;
   char *start = PyArray_BYTES(array), *end = start + PyArray_ITEMSIZE(array);
   if (PyArray_SIZE(array) == 0) end = start;

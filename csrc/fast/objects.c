@@ -110,8 +110,7 @@ static PyObject *frames_of(PyObject *objects, int size) {
   PyObject *frames = PyList_New(0), *joined = NULL;
   int64_t longest = 0, total = 0;
   for (int r = 0; frames != NULL && r < size && r < PyList_Size(objects); ++r) {
-    PyObject *object = PyList_GetItem(objects, r);
-    Py_INCREF(object); /* pickling may change the list */
+    PyObject *object = Py_NewRef(PyList_GetItem(objects, r)); /* pickling may change the list */
     PyObject *frame = frame_of(object);
     Py_DECREF(object);
     if (frame == NULL || PyList_Append(frames, frame) < 0) Py_CLEAR(frames);
@@ -187,8 +186,7 @@ static PyObject *part_of(received *all, char *data, int64_t bytes) {
   npy_intp dims[] = {(npy_intp)bytes};
   PyObject *array = PyArray_New(&PyArray_Type, 1, dims, NPY_UINT8, NULL, data, 0, NPY_ARRAY_CARRAY, NULL);
   if (array == NULL) return NULL;
-  Py_INCREF(all->owner);
-  if (PyArray_SetBaseObject((PyArrayObject *)array, all->owner) < 0) Py_CLEAR(array);
+  if (PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(all->owner)) < 0) Py_CLEAR(array);
   return array;
 }
 
@@ -229,12 +227,8 @@ static PyObject *objects_of(const object_call *call, received *all) {
     if (head->kind != CONTENT) {
       Py_CLEAR(list);
     } else if (receives) {
-      PyObject *object = call->object;
-      if (several && r == call->binding->rank) {
-        Py_INCREF(object);
-      } else {
-        object = unpickled(all, head, buffers);
-      }
+      const int is_own = several && r == call->binding->rank;
+      PyObject *object = is_own ? Py_NewRef(call->object) : unpickled(all, head, buffers);
       if (object == NULL || PyList_Append(list, object) < 0) Py_CLEAR(list);
       Py_XDECREF(object);
     }
@@ -333,10 +327,7 @@ static PyObject *result_of(const object_call *call) {
       PyObject *own_object = call->object;
       if (call->verb == FL_SCATTER_OBJECT) own_object = PyList_GetItem(own_object, call->binding->rank);
       result = own_object == NULL ? NULL : PyList_New(1);
-      if (result != NULL) {
-        Py_INCREF(own_object);
-        PyList_SetItem(result, 0, own_object);
-      }
+      if (result != NULL) PyList_SetItem(result, 0, Py_NewRef(own_object));
     } else {
       if (call->verb == FL_BROADCAST_OBJECT && entry.row->id == entry.id) entry.row->bytes = (int64_t)all.bytes;
       result = objects_of(call, &all);
@@ -351,26 +342,21 @@ static PyObject *result_of(const object_call *call) {
 /* Pickle this rank's data. 0: pickling failed, or Python must handle it. */
 static int pickle_own(object_call *call) {
   if (!gathers(call) && !is_root(call)) {
-    Py_INCREF(Py_None);
-    call->frame = Py_None;
+    call->frame = Py_NewRef(Py_None);
   } else {
     call->frame = call->verb == FL_SCATTER_OBJECT ? frames_of(call->object, call->binding->size)
                                         : frame_of(call->object);
   }
   if (call->frame == NULL) return 0;
   const int is_long = call->verb == FL_GATHER_OBJECT && bytes_of(call->frame) > SHORT_BYTES;
-  call->sent = is_long ? short_frame(call->frame) : call->frame;
-  if (!is_long) Py_INCREF(call->sent);
+  call->sent = is_long ? short_frame(call->frame) : Py_NewRef(call->frame);
   return call->sent != NULL;
 }
 
 PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   object_call call = {.binding = binding_of(self)};
   if (call.binding == NULL) return NULL;
-  if (count != 3) {
-    PyErr_SetString(PyExc_TypeError, "expected (verb, object, root)");
-    return NULL;
-  }
+  if (count != 3) return PyErr_Format(PyExc_TypeError, "expected (verb, object, root)");
   const int is_left = is_left_to_python(call.binding);
   if (is_left < 0) return NULL;
   if (is_left || !plain_int(args[0], FL_SCATTER_OBJECT, &call.verb) ||
@@ -383,8 +369,7 @@ PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count)
     result = result_of(&call);
   } else if (PyErr_Occurred() == NULL || PyErr_ExceptionMatches(PyExc_Exception)) {
     PyErr_Clear();
-    Py_INCREF(Py_NotImplemented);
-    result = Py_NotImplemented;
+    result = Py_NewRef(Py_NotImplemented);
   }
   Py_XDECREF(call.frame);
   Py_XDECREF(call.sent);

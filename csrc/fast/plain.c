@@ -195,13 +195,9 @@ static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, f
 static PyObject *new_array(PyObject *like, const fl_signature *shape) {
   npy_intp dims[SHAPE];
   for (int d = 0; d < shape->ndim; ++d) dims[d] = (npy_intp)shape->shape[d];
-  PyArray_Descr *descr;
-  if (like != NULL && PyArray_CheckExact(like)) {
-    descr = PyArray_DESCR((PyArrayObject *)like);
-    Py_INCREF(descr);
-  } else {
-    descr = PyArray_DescrFromType(types[shape->dtype]);
-  }
+  const int is_array = like != NULL && PyArray_CheckExact(like);
+  PyArray_Descr *descr = is_array ? (PyArray_Descr *)Py_NewRef(PyArray_DESCR((PyArrayObject *)like))
+                                  : PyArray_DescrFromType(types[shape->dtype]);
   return PyArray_NewFromDescr(&PyArray_Type, descr, shape->ndim, dims, NULL, NULL, 0, NULL);
 }
 
@@ -286,8 +282,7 @@ static int make_result(PyObject *x, PyObject *out, const fl_signature *expected,
   if (out != Py_None) {
     const int is_row = s->verb == FL_ALL_GATHER && s->ndim == 2 && s->shape[0] == 1 && PyTuple_Check(x);
     if (!read_output(out, expected, gathers, is_row ? rank : -1, call)) return 0;
-    Py_INCREF(out);
-    call->result = out;
+    call->result = Py_NewRef(out);
   } else {
     if (!PyArray_CheckExact(x)) return 0;
     call->result = new_array(x, expected);
@@ -312,8 +307,7 @@ static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call
     }
     call->output = read_memory(out, 1, s);
     if (call->output == NULL) return 0;
-    Py_INCREF(out);
-    call->result = out;
+    call->result = Py_NewRef(out);
     return 1;
   }
   call->data = read_memory(x, 0, s);
@@ -326,8 +320,7 @@ static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call
   fl_signature expected = *s;
   if (gathers) {
     if (s->verb == FL_GATHER && !is_root) {
-      Py_INCREF(Py_None);
-      call->result = Py_None;
+      call->result = Py_NewRef(Py_None);
       return 1;
     }
     expected.shape[0] *= size;
@@ -403,8 +396,7 @@ int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, PyOb
 
 PyObject *plain_matched(PyObject *array, const fl_match *match) {
   if (match->partial != 0) return PySequence_GetSlice(array, 0, (Py_ssize_t)match->rows);
-  Py_INCREF(array);
-  return array;
+  return Py_NewRef(array);
 }
 
 int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
@@ -433,9 +425,6 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
     Py_CLEAR(call->result);
     return 0;
   }
-  if (call->result == NULL && s->ndim != FL_ANY) {
-    Py_INCREF(x);
-    call->result = x;
-  }
+  if (call->result == NULL && s->ndim != FL_ANY) call->result = Py_NewRef(x);
   return 1;
 }

@@ -98,14 +98,10 @@ static void copy_parts(const item *const *message, int number, char *flat, int i
 static PyObject *describe(const item *const *message, int number, plain_call *call) {
   PyObject *x = message[0]->x;
   *call = message[0]->call;
-  if (number == 1) {
-    Py_INCREF(x);
-    return x;
-  }
+  if (number == 1) return Py_NewRef(x);
   *call = packed_call(message, number);
   npy_intp length = (npy_intp)call->signature.count;
-  PyArray_Descr *descr = PyArray_DESCR((PyArrayObject *)x);
-  Py_INCREF(descr);
+  PyArray_Descr *descr = (PyArray_Descr *)Py_NewRef(PyArray_DESCR((PyArrayObject *)x));
   x = PyArray_NewFromDescr(&PyArray_Type, descr, 1, &length, NULL, NULL, 0, NULL);
   if (x == NULL) return NULL;
   call->data = PyArray_DATA((PyArrayObject *)x);
@@ -117,8 +113,7 @@ static int run_message_of(Binding *binding, const item *const *message, int numb
   plain_call call;
   PyObject *x = describe(message, number, &call);
   if (x == NULL) return 0;
-  Py_INCREF(x);
-  call.result = x;
+  call.result = Py_NewRef(x);
   PyObject *y = run_collective(binding, x, Py_None, &call);
   if (y != NULL && number > 1) copy_parts(message, number, call.data, 1);
   Py_XDECREF(y);
@@ -133,9 +128,7 @@ static PyObject *run_all(Binding *binding, PyObject *xs, const list *all) {
     if (!run_message_of(binding, all->message, number)) return NULL;
     for (int i = 0; i < number; ++i) all->items[all->message[i] - all->items].is_done = 1;
   }
-  if (!PyList_CheckExact(xs)) return PySequence_List(xs);
-  Py_INCREF(xs);
-  return xs;
+  return PyList_CheckExact(xs) ? Py_NewRef(xs) : PySequence_List(xs);
 }
 
 /* Mark the arrays in the message of `first` as done. Append the array that the message sends to `arrays`. If
@@ -148,13 +141,10 @@ static int pack_message(const list *all, item *first, PyObject *arrays, PyObject
   int is_good = x != NULL && PyList_Append(arrays, x) == 0 && (number == 1 || pack != NULL);
   for (int i = 0; i < number; ++i) {
     all->items[all->message[i] - all->items].is_done = 1;
-    if (pack == NULL) continue;
-    Py_INCREF(all->message[i]->x);
-    PyTuple_SetItem(pack, i + 1, all->message[i]->x);
+    if (pack != NULL) PyTuple_SetItem(pack, i + 1, Py_NewRef(all->message[i]->x));
   }
   if (pack != NULL) {
-    Py_INCREF(x);
-    PyTuple_SetItem(pack, 0, x);
+    PyTuple_SetItem(pack, 0, Py_NewRef(x));
     is_good = is_good && PyList_Append(packs, pack) == 0;
     Py_DECREF(pack);
   }
@@ -202,7 +192,7 @@ PyObject *native_several(PyObject *self, PyObject *const *args, int is_async) {
   item few[FEW];
   const item *few_of_message[FEW];
   plain_span few_spans[FEW];
-  PyObject *xs = args[1], *result = Py_NotImplemented;
+  PyObject *xs = args[1], *result;
   const Py_ssize_t count = PyList_CheckExact(xs) || PyTuple_CheckExact(xs) ? PySequence_Size(xs) : 0;
   const int packs = args[2] == Py_True && !is_alone(binding);
   list all = {few, count, few_of_message, few_spans, packs ? binding->packed_bytes[is_async] : -1};
@@ -215,7 +205,7 @@ PyObject *native_several(PyObject *self, PyObject *const *args, int is_async) {
   }
   if (!read_all(binding, xs, args, &all) || plain_mixed_up(all.spans, (int)count)) {
     PyErr_Clear(); /* Python then raises the error with its own text */
-    Py_INCREF(result);
+    result = Py_NewRef(Py_NotImplemented);
   } else {
     result = is_async ? start_all(self, &all) : run_all(binding, xs, &all);
   }

@@ -73,8 +73,7 @@ static fl_op *move(Binding *binding, PyObject *x, PyObject *out, const int64_t *
   int64_t arrive = 0, bytes[MOST_RANKS * MOST_RANKS];
   for (int r = 0; r < size; ++r) arrive += table[r * size + binding->rank];
   if (call->output != NULL && call->rows == arrive) {
-    Py_INCREF(out);
-    call->result = out;
+    call->result = Py_NewRef(out);
   } else {
     call->result = plain_rows(x, call, arrive);
     if (call->result == NULL) {

@@ -39,9 +39,7 @@ Support check_parameter(PyObject* variable, PyObject* states, Task* task) {
    any update. `change` is assigned to the attribute "changed" of updated parameters. */
 PyObject* step(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 8 || !PyList_Check(args[0]) || !PyTuple_Check(args[1])) {
-    PyErr_SetString(PyExc_TypeError,
-                    "step(params, states, lr, counts, norms, rule, grad_scale, change)");
-    return nullptr;
+    return PyErr_Format(PyExc_TypeError, "step(params, states, lr, counts, norms, rule, grad_scale, change)");
   }
   PyObject *params = args[0], *states = args[1];
   Source source{};
@@ -73,7 +71,7 @@ PyObject* step(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyObject* variable = PyList_GetItem(params, task.position);
     if (PyObject_SetAttr(variable, changed_name, args[7]) < 0) return nullptr;
   }
-  return unsupported != nullptr ? unsupported.release() : new_reference(Py_None).release();
+  return unsupported != nullptr ? unsupported.release() : Py_NewRef(Py_None);
 }
 
 /* change((rule, numbers), piece, grad_scale): update (parameter, gradient, *states). False: not supported. */
@@ -93,8 +91,8 @@ PyObject* change(PyObject*, PyObject* args) {
   double numbers[MOST_NUMBERS];
   for (int i = 0; i < fields.rule->numbers; ++i) numbers[i] = fields.field_list[i].a;
   Task task{};
-  bool fits = take_param(new_reference(PyTuple_GetItem(piece, 0)), &task) &&
-              take_grad(new_reference(PyTuple_GetItem(piece, 1)), &task, false);
+  bool fits = take_param(Owned(Py_XNewRef(PyTuple_GetItem(piece, 0))), &task) &&
+              take_grad(Owned(Py_XNewRef(PyTuple_GetItem(piece, 1))), &task, false);
   for (int i = 0; fits && i < states; ++i) {
     fits = take_state(i, PyTuple_GetItem(piece, 2 + i), &task);
   }

@@ -17,8 +17,8 @@ bool take_piece(PyObject* piece, const Source& source, Task* task) {
   if (!PyTuple_Check(piece) || PyTuple_Size(piece) != 3 + states) return false;
   task->position = PyLong_AsSsize_t(PyTuple_GetItem(piece, 0));
   bool fits = task->position >= 0 && task->position < source.params &&
-              take_param(new_reference(PyTuple_GetItem(piece, 1)), task) &&
-              take_grad(new_reference(PyTuple_GetItem(piece, 2)), task, false);
+              take_param(Owned(Py_XNewRef(PyTuple_GetItem(piece, 1))), task) &&
+              take_grad(Owned(Py_XNewRef(PyTuple_GetItem(piece, 2))), task, false);
   for (int i = 0; fits && i < states; ++i) {
     fits = take_state(i, PyTuple_GetItem(piece, 3 + i), task);
   }
@@ -44,8 +44,7 @@ void destroy(PyObject* capsule) {
    addresses fixed. ValueError if a kernel does not support a piece. */
 PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 6 || !PyList_Check(args[0])) {
-    PyErr_SetString(PyExc_TypeError, "Steps(pieces, lr, counts, norms, rule, scale)");
-    return nullptr;
+    return PyErr_Format(PyExc_TypeError, "Steps(pieces, lr, counts, norms, rule, scale)");
   }
   auto prepared = std::make_unique<Prepared>();
   if (!read_source(args + 1, &prepared->source)) return nullptr;

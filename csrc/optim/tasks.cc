@@ -37,8 +37,7 @@ void* memory(PyObject* python_object, int type, npy_intp size) {
       PyArray_NDIM(array) == 1 && (size < 0 || PyArray_SIZE(array) == size)) {
     return PyArray_DATA(array);
   }
-  PyErr_SetString(PyExc_TypeError, "lr, counts and norms are arrays: float64 (1,), int64, float64");
-  return nullptr;
+  return PyErr_Format(PyExc_TypeError, "lr, counts and norms are arrays: float64 (1,), int64, float64");
 }
 
 // Compute `numbers` for step `time` from the expressions of FORMS. False if an expression divides by 0.
@@ -118,7 +117,7 @@ bool read_source(PyObject* const* python_object, Source* to) {
       return false;
     }
   }
-  for (int i = 0; i < 3; ++i) to->kept[i] = new_reference(python_object[i]);
+  for (int i = 0; i < 3; ++i) to->kept[i].reset(Py_NewRef(python_object[i]));
   return true;
 }
 
@@ -175,7 +174,7 @@ bool take_grad(Owned grad, Task* task, bool may_copy) {
 bool take_state(int number, PyObject* state, Task* task) {
   PyArrayObject* array = writable(state, param_of(*task));
   if (array == nullptr) return false;
-  task->kept[2 + number] = new_reference(state);
+  task->kept[2 + number].reset(Py_NewRef(state));
   task->piece.states[number] = PyArray_DATA(array);
   return true;
 }

@@ -23,11 +23,6 @@ struct Release {
 };
 using Owned = std::unique_ptr<PyObject, Release>;
 
-inline Owned new_reference(PyObject* object) {
-  Py_XINCREF(object);
-  return Owned(object);
-}
-
 // A field of an update rule: the number `a` if `form` is NUMBER, else an expression of FORMS in optim/cpu.py.
 enum Form { LR, SHRINK, RATE, ROOT, INVERSE, FORMS, NUMBER = FORMS };
 struct Field {
