@@ -109,10 +109,7 @@ def _elementwise(name: str, real: str = "float32") -> Any:
 def capped_step(
     mean: Array, variance: Array, mean_sum: Array, variance_sum: Array, inverse_cap: float
 ) -> None:
-    """Change ``mean`` and ``variance`` in place as ``tagi.layer.step_in_numpy`` does.
-
-    All arrays are float32 and have the same shape.
-    """
+    """Change float32 arrays of one shape in place, as ``tagi.layer.step_in_numpy`` does."""
     _elementwise("capped_step")(mean_sum, variance_sum, inverse_cap, mean, variance)
 
 
@@ -134,10 +131,7 @@ def relu_slope(grad: Array, out: Array) -> Array:
 
 
 def add_bias_relu(product: Array, bias: Array) -> None:
-    """Replace ``product`` by ``max(product + bias, 0)``, in place.
-
-    ``bias`` has the length of the last dimension of ``product``, and the same dtype.
-    """
+    """Replace ``product`` [..., n] by ``max(product + bias, 0)``; ``bias`` [n] has its dtype."""
     columns = bias.size
     stride = -(-product.size // (4 * columns)) * columns if columns else 0
     if stride:

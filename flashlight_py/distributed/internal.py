@@ -46,10 +46,7 @@ def graph_launcher(graph: Any, targets: Sequence[Any]) -> GraphLauncher:
 
 
 def nccl_library() -> tuple[str, str]:
-    """Load the NCCL library, and return its version and path.
-
-    Raises BackendUnavailableError if the library cannot be loaded.
-    """
+    """Load NCCL, and return its version and path, or raise BackendUnavailableError."""
     from flashlight_py.distributed.backends.nccl.library import load_nccl, version_text
 
     library = load_nccl()

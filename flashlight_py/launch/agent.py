@@ -17,17 +17,10 @@ from typing import Any
 from flashlight_py import system
 from flashlight_py.cores import check_processes
 from flashlight_py.interfaces import keep_port, listen_everywhere, own_addresses
+from flashlight_py.launch import ranks
 from flashlight_py.launch.channel import Outgoing, Reader, message, parsed, write_whole
 from flashlight_py.launch.front import run_in_copy
 from flashlight_py.launch.loop import HARMLESS, LOST_SECONDS, SIGCONT, Loop, Pulse
-from flashlight_py.launch.ranks import (
-    LISTENER,
-    RECORDS,
-    RankProcesses,
-    Slot,
-    end_leftovers,
-    rank_environ,
-)
 from flashlight_py.launch.records import RecordPipe, send_records
 
 _IN, _OUT = 0, 1
@@ -47,11 +40,11 @@ class Agent:
         self._loop, self._stdin = loop, stdin
         self._task: Mapping[str, Any] = {"grace": 0.0}
         # State of the current attempt. ``_cleanup`` closes all its descriptors.
-        self._ranks: RankProcesses | None = None
+        self._ranks: ranks.RankProcesses | None = None
         self._listener: system.Socket | None = None
         self._input: Outgoing | None = None
         self._record_pipe: RecordPipe | None = None
-        self._waiting = deque[Slot]()  # ranks that have not been started
+        self._waiting = deque[ranks.Slot]()  # ranks that have not been started
         self._cleanup = ExitStack()
 
     def prepare(self, attempt: int, has_rank_0: bool, needs_port: bool) -> None:
@@ -79,7 +72,7 @@ class Agent:
     def start(self, slots: Sequence[Sequence[int]]) -> None:
         """Start the ranks ``slots``: one per round of the event loop, which handles signals too."""
         task = self._task
-        self._ranks = RankProcesses(
+        self._ranks = ranks.RankProcesses(
             self._loop, lambda source, data: self.report("output", *source, data)
         )
         self._cleanup.callback(self._ranks.close)
@@ -91,7 +84,7 @@ class Agent:
         except ValueError as error:
             self.report("cannot_run", str(error))
             return
-        self._waiting.extend(map(Slot._make, slots))
+        self._waiting.extend(map(ranks.Slot._make, slots))
         readable, write_end = system.pipe()  # without a writer the pipe is always readable
         system.close(write_end)
         self._cleanup.callback(system.close, readable)
@@ -122,7 +115,7 @@ class Agent:
     def finish(self, grace: float) -> None:
         """End leftover processes by SIGTERM, and by SIGKILL after ``grace`` seconds. Blocks."""
         self._waiting.clear()
-        stuck = end_leftovers(self._loop, grace)
+        stuck = ranks.end_leftovers(self._loop, grace)
         self._cleanup.close()
         self._ranks = self._listener = self._input = self._record_pipe = None
         self.report("finished", stuck)
@@ -144,31 +137,26 @@ class Agent:
         if self._listener is not None:
             self._listener.close()  # rank 0 has inherited it, and the port must close with rank 0
 
-    def _start(self, slot: Slot, task: Mapping[str, Any]) -> None:
+    def _start(self, slot: ranks.Slot, task: Mapping[str, Any]) -> None:
         assert self._ranks is not None
         meeting, descriptors = task["meeting"], []
         if self._listener is not None and slot.rank == 0:
             descriptors = [self._listener.fileno()]
-            meeting = {**meeting, LISTENER: str(descriptors[0])}
+            meeting = {**meeting, ranks.LISTENER: str(descriptors[0])}
         if self._record_pipe is not None:
             descriptors.append(self._record_pipe.descriptor)
-            meeting = {**meeting, RECORDS: self._record_pipe.variable()}
+            meeting = {**meeting, ranks.RECORDS: self._record_pipe.variable()}
         # By default, Python does not buffer output, and prints a traceback after a native crash.
         defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-        environ = {**defaults, **system.environ, **task["environ"]}
+        common = {**defaults, **system.environ, **task["environ"]}
+        environ = ranks.rank_environ(common, slot, task["size"], task["restarts"], meeting)
+        program = slot.rank, task["program"], environ
         with self._input_of(slot, task["has_input"]) as stdin:
-            process = self._ranks.start(
-                slot.rank,
-                task["program"],
-                rank_environ(environ, slot, task["size"], task["restarts"], meeting),
-                stdin,
-                descriptors,
-                is_guarded=True,
-            )
+            process = self._ranks.start(*program, stdin, descriptors, is_guarded=True)
         self._loop.watch_child(process, partial(self._on_exit, self._ranks, slot.rank))
 
     @contextmanager
-    def _input_of(self, slot: Slot, is_sent: bool) -> Iterator[int]:
+    def _input_of(self, slot: ranks.Slot, is_sent: bool) -> Iterator[int]:
         """Yield the descriptor for standard input: DEVNULL, except for rank 0.
 
         Rank 0 reads ``stdin`` of the agent or, if ``is_sent``, the input that the launcher sends.
@@ -186,9 +174,9 @@ class Agent:
             system.close(read_end)
             self.report("more")
 
-    def _on_exit(self, ranks: RankProcesses, rank: int, code: int) -> None:
-        if ranks is self._ranks:  # otherwise the rank of an earlier attempt was reaped late
-            ranks.drain(rank)
+    def _on_exit(self, processes: ranks.RankProcesses, rank: int, code: int) -> None:
+        if processes is self._ranks:  # otherwise the rank of an earlier attempt was reaped late
+            processes.drain(rank)
             self.report("exited", rank, code)
 
 

@@ -8,13 +8,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from flashlight_py import system
-from flashlight_py.errors import (
-    CollectiveTimeoutError,
-    GroupClosedError,
-    PeerLostError,
-    RendezvousError,
-)
+from flashlight_py import errors, system
 from flashlight_py.launch.loop import SIGKILL
 from flashlight_py.tracebacks import folded
 
@@ -28,10 +22,10 @@ _PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # prefix of each line in torch.distri
 # and 2 for a lost peer, which is never the cause.
 _WAITED, LOST = 1, 2
 CONSEQUENCES: Mapping[type[Exception], int] = {
-    CollectiveTimeoutError: _WAITED,
-    RendezvousError: _WAITED,
-    PeerLostError: LOST,
-    GroupClosedError: LOST,
+    errors.CollectiveTimeoutError: _WAITED,
+    errors.RendezvousError: _WAITED,
+    errors.PeerLostError: LOST,
+    errors.GroupClosedError: LOST,
 }
 _BY_NAME = {error.__name__: distance for error, distance in CONSEQUENCES.items()}
 

@@ -129,11 +129,9 @@ class Hosts:
         """Start an agent on each host in ``numbers`` that has no agent."""
         for number in numbers:
             if number not in self._agents:
-                self._agents[number] = SshAgent(
-                    *(self._loop, self.names[number], self._ssh, self._lost_after),
-                    partial(self._on_report, number),
-                    partial(self._lose, number),
-                )
+                host = self._loop, self.names[number], self._ssh, self._lost_after
+                calls = partial(self._on_report, number), partial(self._lose, number)
+                self._agents[number] = SshAgent(*host, *calls)
 
     def send(self, number: int, kind: str, *values: Any) -> None:
         """Send a message to an agent. A local agent handles it before the call returns."""

@@ -13,20 +13,13 @@ from operator import attrgetter
 from typing import Any
 
 from flashlight_py import system
+from flashlight_py.launch import ranks
 from flashlight_py.launch.channel import Supply
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.hosts import Hosts, StartError
 from flashlight_py.launch.loop import SIGPIPE, Loop
 from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import RankOutput, Source
-from flashlight_py.launch.ranks import (
-    ADDRESSES,
-    PORT,
-    SECRET,
-    file_meeting,
-    remaining_counts,
-    slots_of,
-)
 from flashlight_py.launch.records import store_records
 from flashlight_py.launch.supervisor import Supervisor
 
@@ -102,7 +95,7 @@ class Job:
             if message := store_records(self._records, size):
                 say(message)
             if options.min_n:
-                counts = remaining_counts(counts, attempt.lost)
+                counts = ranks.remaining_counts(counts, attempt.lost)
             if not may_restart(restarts, options.max_restarts, sum(counts), options.min_n):
                 code = failure.exit_code or 1
                 return code if code > 0 else 128 - code
@@ -110,7 +103,7 @@ class Job:
             say(f"starting again with {sum(counts)} rank(s), for the {_ordinal(restarts)} time")
 
     def _start(self, counts: Sequence[int], restarts: int) -> None:
-        self._slots, self._restarts = slots_of(counts), restarts
+        self._slots, self._restarts = ranks.slots_of(counts), restarts
         self._first = self._slots[0].host
         self._working = {slot.host for slot in self._slots}  # hosts with ranks
         self._unready = set(self._working)  # hosts that are not ready
@@ -183,15 +176,15 @@ class Job:
     def _meeting(self) -> dict[str, str]:
         port, *listener_ports = self._ports
         if self._file:
-            return file_meeting(f"{self._file}-{self._restarts}", port)
+            return ranks.file_meeting(f"{self._file}-{self._restarts}", port)
         return {
             "MASTER_ADDR": self._addresses[0],
             "MASTER_PORT": str(port),
             # Ranks on other hosts try all addresses, because some may be unreachable from there.
-            ADDRESSES: ",".join(self._addresses),
-            PORT: f"{listener_ports[0]}:{port}",
+            ranks.ADDRESSES: ",".join(self._addresses),
+            ranks.PORT: f"{listener_ports[0]}:{port}",
             # Sent inside ssh and never in a command line, which every user can read.
-            SECRET: system.random_bytes(32).hex(),
+            ranks.SECRET: system.random_bytes(32).hex(),
         }
 
     def _on_cannot_run(self, host: int, reason: str) -> None:
@@ -221,8 +214,8 @@ class Job:
 
     def _on_lost(self, host: int, reason: str) -> None:
         self._unfinished.discard(host)
-        ranks = [slot.rank for slot in self._slots if slot.host == host]
-        self._attempt.on_lost(ranks, Failure(reason, system.monotonic()))
+        lost = [slot.rank for slot in self._slots if slot.host == host]
+        self._attempt.on_lost(lost, Failure(reason, system.monotonic()))
 
 
 def may_restart(restarts: int, limit: int | None, remaining: int, min_ranks: int | None) -> bool:

@@ -63,10 +63,7 @@ def file_meeting(file: str, port: int) -> dict[str, str]:
 def rank_environ(
     environ: Mapping[str, str], slot: Slot, size: int, restarts: int, meeting: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a rank: ``environ``, and the variables of its ``slot``.
-
-    ``meeting`` has the rendezvous variables.
-    """
+    """Return ``environ`` with the rendezvous variables ``meeting`` and those of ``slot``."""
     inherited = {name: value for name, value in environ.items() if name not in _RENDEZVOUS}
     return {
         **inherited,

@@ -24,19 +24,12 @@ from flashlight_py import system
 from flashlight_py.cores import check_processes
 from flashlight_py.errors import RankFailedError
 from flashlight_py.interfaces import keep_port
+from flashlight_py.launch import ranks
 from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure, describe_exit
 from flashlight_py.launch.loop import SIGKILL, Poll, await_end, keep_exit_codes
 from flashlight_py.launch.output import STREAMS, RankOutput
 from flashlight_py.launch.pickling import pack_task
-from flashlight_py.launch.ranks import (
-    RankProcesses,
-    file_meeting,
-    rank_environ,
-    signal_group,
-    slots_of,
-    unranked,
-)
 from flashlight_py.launch.supervisor import Supervisor
 from flashlight_py.processes.links import new_link, shared
 
@@ -149,17 +142,17 @@ class SpawnedWorld:
         self._attempt = Supervisor(
             poll, self._signal, self._output, range(call.size), ENDING_SECONDS
         )
-        self._ranks = RankProcesses(poll, self._output.take, replaced)
+        self._ranks = ranks.RankProcesses(poll, self._output.take, replaced)
         self._master_port = keep_port()
 
     def start(self, folder: str, task: Any, restarts: int) -> None:
         """Start all ranks with ``task`` (see ``links``); they rendezvous in ``folder``."""
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()  # our earlier output must precede the output of the ranks
-        meeting = file_meeting(f"{folder}/meeting", self._master_port.getsockname()[1])
+        meeting = ranks.file_meeting(f"{folder}/meeting", self._master_port.getsockname()[1])
         links = []
-        for slot in slots_of([self._size]):
-            environ = rank_environ(os.environ, slot, self._size, restarts, meeting)
+        for slot in ranks.slots_of([self._size]):
+            environ = ranks.rank_environ(os.environ, slot, self._size, restarts, meeting)
             links.append(link := new_link(folder, task))
             start = link.command, environ, link.stdin, link.descriptors
             link.on_start(self._ranks.start(slot.rank, *start))
@@ -281,17 +274,10 @@ class Worker:
         task = pack_task(self._operation, fn, tuple(args), {})
         with shared(task) as content:
             self._new_link = link = new_link("", content)
-
-            def start() -> subprocess.Popen[bytes]:
-                return subprocess.Popen(
-                    link.command,
-                    env={**unranked(os.environ), **variables},
-                    stdin=link.stdin,
-                    start_new_session=True,
-                    pass_fds=link.descriptors,
-                    bufsize=0,
-                )
-
+            environ = {**ranks.unranked(os.environ), **variables}
+            streams: Any = {"stdin": link.stdin, "pass_fds": link.descriptors, "bufsize": 0}
+            alone: Any = {"env": environ, "start_new_session": True}
+            start: Any = partial(subprocess.Popen, link.command, **streams, **alone)
             is_main = threading.get_native_id() == os.getpid()  # in a greenlet, too
             self.process = start() if is_main or system.IS_PORTABLE else _start_in_thread(start)
         link.on_start(self.process)
@@ -326,7 +312,7 @@ class Worker:
     def end(self) -> None:
         """Kill the process and the processes that it started; block until it has ended."""
         if self.process.returncode is None:  # its pid cannot be reused before it is reaped
-            signal_group(self.process.pid, SIGKILL)
+            ranks.signal_group(self.process.pid, SIGKILL)
             self.process.wait()
         if self.process.stdin:
             self.process.stdin.close()

@@ -224,10 +224,7 @@ class HostMemory:
         return staging
 
     def add_up_chunk(self, name: str, chunk: slice, adds: bool) -> None:
-        """Sum this rank's part of ``chunk`` over the staging buffers. Collective, blocking.
-
-        If ``adds`` is True, the sum is added to the sum of earlier passes.
-        """
+        """Sum this rank's part of ``chunk``, plus the old sum if ``adds``. Collective, blocking."""
         part = self.rank_range(chunk)
         total = self.grads[name][part]
         if self._alone and not adds:

@@ -50,10 +50,7 @@ Entry: TypeAlias = "tuple[int, Any, Any]"
 
 
 class Plan:
-    """Contents of a tree in the order of the walk: non-empty arrays, numbers and containers.
-
-    The first container (node) is a list around the tree.
-    """
+    """Non-empty arrays, numbers and containers in walk order. The first: a list around the tree."""
 
     def __init__(self, tree: object) -> None:
         self.facts: Facts = []

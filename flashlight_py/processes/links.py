@@ -29,10 +29,7 @@ _GREETING_SECONDS = 5.0  # seconds for a process that has connected to send the 
 
 @contextmanager
 def shared(task: bytes) -> Iterator[Any]:
-    """Yield the argument ``task`` of links: on Linux, a descriptor of memory with ``task``.
-
-    Unlike a file, no other user can change this memory.
-    """
+    """Yield ``task`` for links: on Linux, a descriptor of memory that no other user can change."""
     if IS_PORTABLE:
         yield task
         return

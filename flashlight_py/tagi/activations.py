@@ -348,11 +348,7 @@ def _floored(values: Array) -> Array:
 # A fitted quotient computes the tail without a difference of nearly equal numbers. The C library's
 # erf would differ between machines.
 def tails(a: Array) -> tuple[Array, Array, Array]:
-    """Return P(z > a), and mean and variance of ``max(z - a, 0)``, for standard normal z.
-
-    Args:
-        a: Float64 array of any shape with elements of at least 0.
-    """
+    """Return P(z > a), mean and variance of max(z - a, 0) for z ~ N(0, 1) and float64 a >= 0."""
     xp, x = array_module(a), a * math.sqrt(0.5)
     low, middle, far = xp.minimum(x, SPLIT), xp.clip(x, SPLIT, 4), xp.maximum(x, 4)
     square, inverse = low * low, 1 / (far * far)

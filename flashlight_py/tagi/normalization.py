@@ -264,10 +264,7 @@ def standardize(
     m: Array, v: Array | None, center: Array, scale: Array, weight: Parameter,
     bias: Parameter | None,
 ) -> Moments:  # fmt: skip
-    """Return t = (m - center) * scale, and means and variances of t * weight + bias.
-
-    ``v`` are the variances of the inputs. All results are new arrays.
-    """
+    """Return new arrays: t = (m - center) * scale, means and variances of t * weight + bias."""
     rows, input_factor = _Rows.of(m), scale * scale * (weight.mean * weight.mean + weight.variance)
     if rows is None:  # the same order of operations as in the kernels
         t = m - center[..., None]
@@ -314,11 +311,9 @@ def standardize_back(
 
 
 class _Rows:
-    """The rows of an array and their memory layout, for the kernels.
+    """The rows of an array. Kernels use arrays of the shape and the memory layout of ``lead``.
 
-    Attributes:
-        lead: The array, or a copy without gaps. Kernels read and write arrays of this shape in
-            the memory layout of ``lead``.
+    ``lead`` is the array, or a copy without gaps.
     """
 
     def __init__(self, module: Any, units: Array) -> None:

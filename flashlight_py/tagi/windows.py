@@ -150,10 +150,7 @@ def patches(
 
 
 def add_patches(windows: Windows, part: WindowPart, columns: Array, images: Array) -> None:
-    """Add ``columns`` to ``images`` in place: the opposite direction of :func:`patches`.
-
-    ``columns`` and the rows of ``images`` must be contiguous.
-    """
+    """Add contiguous ``columns`` to ``images`` with contiguous rows: reverses :func:`patches`."""
     if call_kernel("add_patches", windows, part, images, columns, images):
         return
     k, selected = windows.kernel, images[part.images]
@@ -183,10 +180,7 @@ def call_kernel(
     name: str, windows: Windows, part: WindowPart | None, images: Array,
     *arguments: Array | float | None,
 ) -> bool:  # fmt: skip
-    """Call the kernel ``name`` for the windows of ``part``. If ``part`` is None: for all windows.
-
-    Returns False without effect if there is no kernel for ``images``.
-    """
+    """Call kernel ``name`` for the windows of ``part`` (None: all). False if there is no kernel."""
     module = native_for(images)
     if module is None:
         return False

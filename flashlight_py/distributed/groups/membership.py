@@ -208,10 +208,7 @@ class Membership:
         return self.run_many([call], call.name)
 
     def run_many(self, calls: Sequence[Call], name: str) -> Work:
-        """Start ``calls`` as one operation, which is recorded with ``name``.
-
-        The arrays of all calls must be on one device.
-        """
+        """Start ``calls``, whose arrays are on one device, as one operation named ``name``."""
         if thread_state.recorder is not None:
             return thread_state.recorder.verb(self, calls, name)  # type: ignore[no-any-return]
         call, *more_calls = calls

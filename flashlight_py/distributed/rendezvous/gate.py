@@ -238,10 +238,8 @@ class Gate(abc.ABC):
             self._reject(candidate, wire.Kind.SECRET, "")
             return
         # Find the user before the rejection: afterwards the client closes its socket.
-        host, user = (
-            candidate.address[0],
-            wire.socket_user(candidate.address, candidate.local_address),
-        )
+        host = candidate.address[0]
+        user = wire.socket_user(candidate.address, candidate.local_address)
         self._reject(candidate, wire.Kind.SECRET, "")
         reason = (
             f"the secrets differ: a process on {host}, as rank {greeting.rank} ({greeting.peer}), "

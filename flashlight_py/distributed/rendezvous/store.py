@@ -134,10 +134,7 @@ class Subgroup(NamedTuple):
 
 
 class SubStore(Store):
-    """A store for the ranks ``ranks`` of ``store``, which include this rank.
-
-    Each exchange is an exchange of ``store``, which all ranks of ``store`` must join.
-    """
+    """A store for some ``ranks`` of ``store``. All ranks of ``store`` join each exchange."""
 
     def __init__(self, store: Store, ranks: Sequence[int]) -> None:
         self._store = store

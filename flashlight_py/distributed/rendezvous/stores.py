@@ -303,10 +303,7 @@ class SharedDirectory:
             self._raise(f"create {name} in", error)
 
     def read(self, name: Name, again: bool = False) -> Announcement | None:
-        """Return the announcement in ``name``; None if the file is missing or unreadable.
-
-        With ``again``, read the file even if it was read before.
-        """
+        """Return the announcement in ``name``; None if unreadable. ``again``: read it once more."""
         if again or name not in self._cache:
             try:
                 with open(os.open(self._file(name), os.O_RDONLY | FLAGS), "rb") as file:

@@ -218,10 +218,7 @@ _log = logging.getLogger("flashlight_py")
 
 
 class TreeNode(Gate):
-    """This rank in the tree, with its parent (except for rank 0) and its children.
-
-    Raises RendezvousError if this is rank 0 and cannot listen at ``point``.
-    """
+    """This rank in the tree. RendezvousError if it is rank 0 and cannot listen at ``point``."""
 
     def __init__(self, point: MeetingPoint) -> None:
         super().__init__(point)

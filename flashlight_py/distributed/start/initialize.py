@@ -461,10 +461,7 @@ _MOST_SIZES = 16  # ``describe`` lists the number of ranks of at most 16 hosts
 
 
 class Choice(NamedTuple):
-    """A backend, and the reason why it was chosen.
-
-    ``problem`` is a warning if the choice is slower than usual, else "".
-    """
+    """A backend, why it was chosen, and a warning if it is slower than usual, else ""."""
 
     backend: Backend
     why: str
