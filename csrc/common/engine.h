@@ -427,7 +427,7 @@ class Engine {
   uint32_t calls_seen_ = 0;         // value of calls_ at the last tick
   uint32_t passes_ = 0;
   std::atomic<bool> stopping_{false};
-  Ticker ticker_{[this] { tick(); }};
+  Ticker ticker_{std::chrono::milliseconds(1), [this] { tick(); }};
 };
 
 }  // namespace fl

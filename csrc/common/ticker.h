@@ -1,4 +1,4 @@
-// A thread that runs a function every millisecond while there is work.
+// A thread that runs a function periodically while there is work.
 #pragma once
 
 #include <chrono>
@@ -14,12 +14,12 @@ namespace fl {
 
 class Ticker {
  public:
-  explicit Ticker(std::function<void()> tick) : tick_(std::move(tick)) {}
+  Ticker(std::chrono::milliseconds period, std::function<void()> tick) : period_(period), tick_(std::move(tick)) {}
   ~Ticker() { stop(); }
   Ticker(const Ticker&) = delete;
 
-  // Tick for at least kTicks more milliseconds. If activate() is called again in this time, it need not wake
-  // the thread. Not thread-safe. Throws if no thread can be created.
+  // Tick for at least kTicks more periods. If activate() is called again in this time, it need not wake the
+  // thread. Not thread-safe. Throws if no thread can be created.
   void activate() {
     remaining_ticks_.store(kTicks);
     if (is_awake_.load()) return;
@@ -49,8 +49,7 @@ class Ticker {
       activated_.wait(lock, [this] { return stopping_ || remaining_ticks_.load() > 0; });
       is_awake_.store(true, std::memory_order_relaxed);  // relaxed: reading false only wakes in vain
       while (!stopping_ && remaining_ticks_.fetch_sub(1, std::memory_order_acquire) > 0) {
-        activated_.wait_for(lock, std::chrono::milliseconds(1), [this] { return stopping_; });
-        if (stopping_) break;
+        if (activated_.wait_for(lock, period_, [this] { return stopping_; })) break;
         lock.unlock();
         tick_();
         lock.lock();
@@ -58,6 +57,7 @@ class Ticker {
     }
   }
 
+  const std::chrono::milliseconds period_;
   const std::function<void()> tick_;
   std::atomic<int> remaining_ticks_{0};
   std::atomic<bool> is_awake_{false};

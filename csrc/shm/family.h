@@ -17,7 +17,7 @@ class Family {
         engine(rings, size) {}
   Family(const Family&) = delete;
 
-  // Add a group. After activate(), `tick` is called every millisecond for some time.
+  // Add a group. After activate(), `tick` is called every 8 ms for some time.
   void join(uint64_t number, std::function<void()> tick) {
     const std::lock_guard<std::mutex> lock(mutex_);
     ticks_[number] = std::move(tick);
@@ -53,7 +53,7 @@ class Family {
 
   std::mutex mutex_;
   std::unordered_map<uint64_t, std::function<void()>> ticks_;  // by number of the group
-  Ticker ticker_{[this] { tick(); }};
+  Ticker ticker_{std::chrono::milliseconds(8), [this] { tick(); }};  // each tick interrupts a rank for 20 us
 };
 
 }  // namespace fl

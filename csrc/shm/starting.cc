@@ -2,8 +2,8 @@
 //
 // If all data fits into the call, the caller's thread announces the call immediately. So no other rank waits
 // for this rank, and no thread needs to be woken. The first of these threads completes the collective: the
-// thread that waits for it, the thread that makes the next call, or, after a millisecond, a thread of the
-// group. Other collectives run in the queue.
+// thread that waits for it, the thread that makes the next call, or, after 8 ms, a thread of the group.
+// Other collectives run in the queue.
 
 #include "group.h"
 
@@ -138,7 +138,7 @@ void ShmGroup::help(const Operation& operation, bool waits) {
   end_begun(waits ? limited : kNoTime, waits);
 }
 
-// Called every millisecond. If a collective was begun before the previous tick, give it to a thread.
+// Called every 8 ms. If a collective was begun before the previous tick, give it to a thread.
 void ShmGroup::tick() {
   if (!starting_.try_take()) return;
   const Turn::Guard guard(starting_);

@@ -36,7 +36,7 @@ void ticks(int) {
   Event* const seen = new Event;
   std::atomic<int>* const wound = new std::atomic<int>(0);
   int* const last = new int(0);  // number of the last tick
-  fl::Ticker* const ticker = new fl::Ticker([=] {
+  fl::Ticker* const ticker = new fl::Ticker(std::chrono::milliseconds(1), [=] {
     const int number = wound->load(std::memory_order_relaxed);
     if (number > *last) seen->reach(*last = number);
   });
