@@ -12,6 +12,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
+from flashlight_py.autograd.functions.sequences import GATES
 from tests.nn.oracle import Oracle, compare, weights_of, without_kernels
 from tests.pairwise import pairs
 from tests.tables import for_each
@@ -27,8 +28,18 @@ WEIGHT, BIAS = RANDOM.standard_normal((2, 6))
 HEADS = tuple(RANDOM.standard_normal((2, 3, n, d)) for n, d in ((70, 16), (150, 16), (150, 8)))
 
 
+SEQUENCES, WEIGHTS = RANDOM.standard_normal((9, 5, 35)), RANDOM.standard_normal((72, 55)) / 4
+
+
 def attention(*options: Any) -> Callable[..., Any]:
     return lambda q, k, v: F.attention(q, k, v, *options)
+
+
+def recurrent(kind: str, reverse: bool) -> Callable[..., Any]:
+    """Return a function of the layer's states and last states, side by side."""
+    return lambda x, *weights: F.concatenate(
+        [F.reshape(y, (9, -1)) for y in F.recurrent(kind, x, weights, (), reverse)], 1
+    )
 
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
@@ -59,6 +70,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         for causal in (False, True)
         for ratio in (0.0, 0.3)
     },
+    **{
+        f"recurrent_{kind}_{reverse}": (recurrent(kind, reverse), (SEQUENCES, *(
+            WEIGHTS[: GATES[kind] * 18, start:stop].squeeze()
+            for start, stop in ((0, 35), (35, 53), (53, 54), (54, 55)))))
+        for kind in GATES
+        for reverse in (False, True)
+    },
     "self_attention": (lambda x: F.self_attention(x, 4, None, True, 0.2),
         (RANDOM.standard_normal((2, 150, 24)),)),
 }  # fmt: skip
@@ -68,8 +86,6 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "pool": (lambda x: F.pool2d(x, 3, 2, 1), (IMAGES,)),
     "pool_mean": (lambda x: F.pool2d(x, 3, 2, 1, "average"), (IMAGES,)),
     "linear": (F.linear, (ROWS, ROWS[0, :2])),
-    "recurrent": (lambda x, *weights: F.recurrent("tanh", x, weights)[0],
-        (ROWS[..., :4], ROWS[0, :, :4], ROWS[1, :, :3], ROWS[0, :, 5], ROWS[0, :, 6])),
     "dropout": (lambda x: F.dropout(x, 0.3), (ROWS,)),
 }  # fmt: skip
 Convert = Callable[[np.ndarray], np.ndarray]

@@ -169,7 +169,7 @@ def tanh(x: Input) -> Variable:
 def sigmoid(x: Input) -> Variable:
     """Return ``1 / (1 + exp(-x))``, without overflow."""
     slope = lambda xp, a, out, grad: grad * (out * (1 - out))  # noqa: E731
-    return _function(x, ("sigmoid",), _sigmoid, slope)
+    return _function(x, ("sigmoid",), sigmoid_of, slope)
 
 
 def relu(x: Input) -> Variable:
@@ -339,13 +339,13 @@ def silu(x: Input) -> Variable:
     """Return ``x * sigmoid(x)``, also known as swish."""
 
     def vjp(xp: Any, a: Array, out: Array, grad: Array) -> Any:
-        gate = _sigmoid(xp, a)
+        gate = sigmoid_of(xp, a)
         return grad * (gate + out * (1 - gate))
 
-    return _function(x, ("silu",), lambda xp, a: a * _sigmoid(xp, a), vjp)
+    return _function(x, ("silu",), lambda xp, a: a * sigmoid_of(xp, a), vjp)
 
 
-def _sigmoid(xp: Any, array: Array) -> Any:
+def sigmoid_of(xp: Any, array: Array) -> Any:
     return xp.tanh(array * 0.5) * 0.5 + 0.5
 
 
@@ -354,7 +354,7 @@ def softplus(x: Input, beta: float = 1.0) -> Variable:
     return _function(
         *(x, ("softplus", beta)),
         lambda xp, a: xp.logaddexp(a * beta, 0) / beta,
-        lambda xp, a, out, grad: grad * _sigmoid(xp, a * beta),
+        lambda xp, a, out, grad: grad * sigmoid_of(xp, a * beta),
     )
 
 
@@ -436,7 +436,7 @@ def glu(x: Input, axis: int = -1) -> Variable:
     before, count = (slice(None),) * (axis % array.ndim), array.shape[axis] // 2
     first, second = array[(*before, slice(count))], array[(*before, slice(count, None))]
     xp = array_module(array)
-    gate = _sigmoid(xp, second)
+    gate = sigmoid_of(xp, second)
 
     def vjp(grad: Array) -> Any:
         of_first = grad * gate

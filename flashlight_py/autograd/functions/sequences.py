@@ -1,33 +1,31 @@
 """Recurrent layers, and attention: each query gets a mean of values (Vaswani et al., 2017).
 
-One operation computes all time steps of one direction of a recurrent layer. One matrix product
-computes the part of the gates that depends on the inputs of all steps. Then each step adds the part
-that depends on the previous state. The gates have torch's order, so that torch's weights can be
-used. float16 is computed in float32.
+One operation computes all time steps of one direction of a recurrent layer. The gates have torch's
+order, so that torch's weights can be used. float16 is computed in float32.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from flashlight_py.autograd.functions import dimensions
-from flashlight_py.autograd.functions.elementwise import as_variable, check_filled, check_ratio
+from flashlight_py.autograd.functions.elementwise import (
+    as_variable,
+    check_filled,
+    check_ratio,
+    sigmoid_of,
+)
 from flashlight_py.autograd.native import kernel, record_jointly
 from flashlight_py.autograd.precision import as_half
-from flashlight_py.autograd.variable import Input, Variable, record_all
+from flashlight_py.autograd.variable import Input, Variable
 from flashlight_py.device import Array, array_module, as_packed, narrowed, widened
 from flashlight_py.random import generator, keep_mask
 
 _KEYS = 64  # keys per tile, as in csrc/nn/attentions.inc
 GATES = {"tanh": 1, "gru": 3, "lstm": 4}
-# The backward pass of one step. Arguments: the step, and the gradients of h and c after the step.
-# Returns the gradients of ``u`` and ``v`` (one if they are equal), and of h and c before the step.
-_Back: TypeAlias = Callable[[int, Array, Any], tuple[Any, Any]]
-_Prepare: TypeAlias = Callable[[], _Back]
-_Biases: TypeAlias = Sequence[Array]  # bias_ih and bias_hh
 
 
 def recurrent(
@@ -61,124 +59,124 @@ def recurrent(
         ValueError: If ``kind`` is unknown, or if the shapes do not fit.
     """
     x, begin = as_half(x), [as_half(variable) for variable in state]
-    w_ih, w_hh, b_ih, b_hh = params = [as_half(variable) for variable in weights]
+    params = [as_half(variable) for variable in weights]
     batch, time, hidden = _checked_sizes(kind, x.data, params, begin)
-    is_lstm, steps = kind == "lstm", slice(None, None, -1 if reverse else 1)
-    rows = widened(x.data).transpose(1, 0, 2)[steps].reshape(time * batch, -1)
-    inputs = (rows @ widened(w_ih.data).T).reshape(time, batch, -1)
-    xp, biases = array_module(inputs), [widened(b_ih.data), widened(b_hh.data)]
-    shape, dtype = inputs.shape, inputs.dtype
-    states = xp.zeros((time + 1, batch, hidden), inputs.dtype)
-    cells = xp.zeros_like(states) if is_lstm else states
-    for variable, array in zip(begin, (states, cells), strict=False):
-        array[0] = variable.data
-    prepare = _FORWARD[kind](xp, inputs, states, cells, as_packed(widened(w_hh.data).T), biases)
-    out = states[1:][steps]
-    if is_lstm:  # one array has h of all steps and the last c
-        out = xp.concatenate([out, cells[-1:]])
+    dtype = np.result_type(*(v.dtype for v in (x, *params)))
+    steps = slice(None, None, -1 if reverse else 1)
+
+    def read(*variables: Variable) -> list[Array]:
+        arrays = [as_packed(widened(v.data.astype(dtype, copy=False))) for v in variables]
+        return arrays + [array_module(arrays[0]).zeros((batch, hidden), arrays[0].dtype)] * 2
+
+    rows = as_packed(read(x)[0][:, steps])
+    forward = _by_arrays if kernel(kind, rows) is None else _by_kernels
+    states, back = forward(kind, rows, read(*params, *begin)[:6])
 
     def through(grad: Array) -> Any:
-        wide = widened(grad).transpose(1, 0, 2)
-        of_out = wide[:time][steps]
-        of_state, of_cell = xp.zeros_like(of_out[0]), wide[time] if is_lstm else None
-        w, back = widened(w_hh.data), prepare()
-        # "gru" multiplies v by r in n, so that the gradients of u and v differ.
-        sides = [xp.empty(shape, dtype) for _ in range(2 if kind == "gru" else 1)]
-        for t in reversed(range(time)):
-            slopes, (of_state, of_cell) = back(t, of_out[t] + of_state, of_cell)
-            for side, slope in zip(sides, slopes, strict=True):
-                side[t] = slope
-            product = slopes[-1] @ w
-            of_state = product if of_state is None else of_state + product
-        flat, added = (sides[index].reshape(time * batch, -1) for index in (0, -1))
-        of_x = None
-        if x._calc_grad:
-            of_x = (flat @ widened(w_ih.data)).reshape(time, batch, -1)[steps].transpose(1, 0, 2)
-        of_weights = flat.T @ rows, added.T @ states[:-1].reshape(time * batch, -1)
-        of_bias = flat.sum(0)
-        of_last = added.sum(0) if len(sides) > 1 else of_bias.copy()
-        return *of_weights, of_bias, of_last, of_x, of_state, of_cell
+        # A sharded weight is not kept, to save memory. The backward pass reads it again.
+        arrays = as_packed(widened(grad)), *read(*params, *begin)[:6]
+        slopes, of_x, *of_state = back(arrays, x._calc_grad)
+        of_u, of_v = slopes, slopes[:, : GATES[kind] * hidden]
+        if kind == "gru":
+            of_u = array_module(slopes).concatenate((of_v[:, : 2 * hidden], slopes[:, -hidden:]), 1)
+        of_x = (of_u @ arrays[1]).reshape(batch, time, -1) if of_x is None else of_x
+        past = states[:, :time].reshape(batch * time, hidden)
+        of_weights = of_u.T @ rows.reshape(batch * time, -1), of_v.T @ past
+        of_bias = of_u.sum(0)
+        of_last = of_bias.copy() if of_u is slopes else of_v.sum(0)
+        return of_x[:, steps], *of_weights, of_bias, of_last, *of_state
 
-    operands = enumerate((*params, x, *begin))
-    edges: list[Any] = [(v, lambda grads, index=index: grads[index]) for index, v in operands]
-    result = record_all(narrowed(out.transpose(1, 0, 2), x.data), edges, through)
-    every = slice(None)
-    output = dimensions.index(result, (every, slice(time))) if is_lstm else result
-    last = dimensions.index(output, (every, 0 if reverse else time - 1))
-    return (output, last, dimensions.index(result, (every, time))) if is_lstm else (output, last)
+    result = record_jointly("recurrent", narrowed(states, x.data), through, x, *params, *begin)
+    part = slice(time, 0, -1) if reverse else slice(1, time + 1)
+    ends = (part, time, time + 1)[: 2 + (kind == "lstm")]
+    return tuple(dimensions.index(result, (slice(None), at)) for at in ends)
 
 
-def _tanh(xp: Any, inputs: Array, states: Array, _: Array, w: Array, biases: _Biases) -> _Prepare:
-    bias = biases[0] + biases[1]
-    for t in range(len(inputs)):
-        states[t + 1] = xp.tanh(inputs[t] + states[t] @ w + bias)
-    return lambda: lambda t, grad, _: ((grad * (1 - states[t + 1] ** 2),), (None, None))
+def _by_kernels(kind: str, x: Array, constants: Sequence[Array]) -> tuple[Array, Any]:
+    """Return the states and the backward pass. ``constants``: weights, biases, first h, first c.
+
+    The states have shape ``[batch, time + 2, hidden]``: h before the first step, h after each step,
+    and the last c. The backward pass maps their gradient and ``constants`` to slopes, and to the
+    gradients of x (None: not computed), h and c. The slopes ``[batch * time, ...]`` are gradients
+    of v. For "gru", the gradient of u's part of n follows. Other gradients of u equal those of v.
+    """
+    (batch, time, features), (gates, hidden) = x.shape, constants[1].shape
+    of_saved, width = {"tanh": (1, 1), "gru": (4, 4), "lstm": (5, 4)}[kind]
+    native: Any = [kernel(f"{kind}{end}", x) for end in ("", "_back")]
+    sizes = batch, time, hidden, gates, of_saved * hidden, features, time + 2
+    made = [((batch, n, m), x.dtype) for n, m in ((time + 2, hidden), (time, of_saved * hidden))]
+    states, saved = native[0](made, sizes, (), x, *constants)
+
+    def back(arrays: Sequence[Array], with_x: bool) -> Any:
+        grad, w_ih, w_hh, *_, c = arrays
+        of_x = (batch, time, features) if with_x else (1, 1, 1)
+        shapes = (batch * time, width * hidden), of_x, *[(batch, hidden)] * 2
+        numbers = *sizes, width * hidden, features * with_x
+        made = [(shape, grad.dtype) for shape in shapes]
+        return native[1](made, numbers, (), grad, saved, states, w_ih, w_hh, c)
+
+    return states, back
 
 
-# An operation on the arrays of one step is faster than one on the arrays of all steps, which are
-# not in the cache. ``gates`` first contains the products of the inputs.
-def _lstm(xp: Any, gates: Array, states: Array, cells: Array, w: Array, b: _Biases) -> _Prepare:
-    size = states.shape[2]
-    i, f, g, o = [slice(k * size, (k + 1) * size) for k in range(4)]
-    scale = xp.full(4 * size, 0.5, gates.dtype)  # sigmoid(x) = tanh(x / 2) / 2 + 1 / 2
-    scale[g] = 1
-    shift = xp.full(4 * size, 0.5, gates.dtype)
-    shift[g] = 0
-    bias = b[0] + b[1]
-    for t in range(len(gates)):
-        now, cell = gates[t], cells[t + 1]
-        now += states[t] @ w
-        now += bias
-        now *= scale
-        xp.tanh(now, out=now)
-        now *= scale
-        now += shift
-        xp.multiply(now[:, f], cells[t], out=cell)
-        cell += now[:, i] * now[:, g]
-        xp.multiply(now[:, o], xp.tanh(cell), out=states[t + 1])
+def _by_arrays(kind: str, x: Array, constants: Sequence[Array]) -> tuple[Array, Any]:
+    """Do the same as ``_by_kernels`` by array operations."""
+    xp, (w_ih, w_hh, b_ih, b_hh, h, c) = array_module(x), constants
+    inputs, states, backs = x @ w_ih.T + b_ih, [h], []
+    for t in range(x.shape[1]):
+        h, c, back_of_step = _CELLS[kind](xp, inputs[:, t], h @ w_hh.T + b_hh, h, c)
+        states.append(h)
+        backs.append(back_of_step)
 
-    def back(t: int, grad: Array, of_cell: Any) -> Any:
-        now, squashed = gates[t], xp.tanh(cells[t + 1])
-        of_cell = of_cell + grad * now[:, o] * (1 - squashed * squashed)
-        slope = now - shift
-        slope *= slope
-        slope = scale * scale - slope
-        factors = (now[:, g], of_cell), (cells[t], of_cell), (now[:, i], of_cell), (squashed, grad)
-        for gate, (factor, of) in zip((i, f, g, o), factors, strict=True):
-            part = slope[:, gate]
-            part *= factor
-            part *= of
-        return (slope,), (None, of_cell * now[:, f])
+    def back(arrays: Sequence[Array], with_x: bool) -> Any:
+        grad, _, w_hh, *_ = arrays
+        of_h, of_c, parts = xp.zeros_like(grad[:, 0]), grad[:, -1], []
+        for t in reversed(range(len(backs))):
+            part, of_h, of_c = backs[t](grad[:, t + 1] + of_h, of_c)
+            of_h = part[:, : len(w_hh)] @ w_hh + of_h
+            parts.insert(0, part)
+        return xp.stack(parts, 1).reshape(-1, part.shape[1]), None if with_x else grad, of_h, of_c
 
-    return lambda: back
+    return xp.stack([*states, c], 1), back
 
 
-def _gru(xp: Any, inputs: Array, states: Array, _: Array, w: Array, biases: _Biases) -> _Prepare:
-    size = states.shape[2]
-    r, z, n = [slice(k * size, (k + 1) * size) for k in range(3)]
-    gates, added = xp.zeros_like(inputs), xp.zeros_like(states)
-    inputs += biases[0]
-    for t in range(len(inputs)):
-        hidden = states[t] @ w + biases[1]
-        both = xp.tanh((inputs[t, :, : 2 * size] + hidden[:, : 2 * size]) * 0.5) * 0.5 + 0.5
-        new = xp.tanh(inputs[t, :, n] + both[:, r] * hidden[:, n])
-        gates[t], added[t] = xp.concatenate([both, new], axis=1), hidden[:, n]
-        states[t + 1] = new + both[:, z] * (states[t] - new)
-
-    def back(t: int, grad: Array, _: Any) -> Any:
-        now = gates[t]
-        reset, update, new = now[:, r], now[:, z], now[:, n]
-        of_new = grad * (1 - update) * (1 - new * new)
-        of_update = grad * (states[t] - new) * update * (1 - update)
-        of_reset = of_new * added[t] * reset * (1 - reset)
-        last = of_new, of_new * reset
-        slopes = [xp.concatenate([of_reset, of_update, of_n], axis=1) for of_n in last]
-        return slopes, (grad * update, None)
-
-    return lambda: back
+# One step. Arguments: u, v, and h and c before the step. Returns h and c after it, and its backward
+# pass, which maps the gradients of h and c to slopes, and gradients of the arguments h and c.
+def _tanh(xp: Any, u: Array, v: Array, _: Array, c: Array) -> Any:
+    out = xp.tanh(u + v)
+    return out, c, lambda of_h, of_c: (of_h * (1 - out * out), 0, of_c)
 
 
-_FORWARD: dict[str, Callable[..., _Prepare]] = {"tanh": _tanh, "gru": _gru, "lstm": _lstm}
+def _gru(xp: Any, u: Array, v: Array, h: Array, c: Array) -> Any:
+    size = h.shape[1]
+    both, v_n = sigmoid_of(xp, (u + v)[:, : 2 * size]), v[:, 2 * size :]
+    r, z, n = both[:, :size], both[:, size:], u[:, 2 * size :]
+    n = xp.tanh(n + r * v_n)
+
+    def back(of_h: Array, of_c: Array) -> Any:
+        of_n = of_h * (1 - z) * (1 - n * n)
+        parts = of_n * v_n * r * (1 - r), of_h * (h - n) * z * (1 - z), of_n * r, of_n
+        return xp.concatenate(parts, 1), of_h * z, of_c
+
+    return n + z * (h - n), c, back
+
+
+def _lstm(xp: Any, u: Array, v: Array, _: Array, c: Array) -> Any:
+    size, total = c.shape[1], u + v
+    i, f, g, o = [total[:, k * size : (k + 1) * size] for k in range(4)]
+    i, f, g, o = sigmoid_of(xp, i), sigmoid_of(xp, f), xp.tanh(g), sigmoid_of(xp, o)
+    cell = f * c + i * g
+    squashed = xp.tanh(cell)
+
+    def back(of_h: Array, of_c: Array) -> Any:
+        of_cell = of_c + of_h * o * (1 - squashed * squashed)
+        factors = g * (i - i * i), c * (f - f * f), i * (1 - g * g)
+        parts = *(of_cell * factor for factor in factors), of_h * squashed * (o - o * o)
+        return xp.concatenate(parts, 1), 0, of_cell * f
+
+    return o * squashed, cell, back
+
+
+_CELLS: dict[str, Callable[..., Any]] = {"tanh": _tanh, "gru": _gru, "lstm": _lstm}
 
 
 def _checked_sizes(
