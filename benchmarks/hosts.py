@@ -74,6 +74,7 @@ VERBS = {
     "all_gather_object": Row(
         lambda hosts, ranks: ranks - ranks / hosts, lambda ranks: 3 + 3 * ranks, MIDDLE
     ),
+    "barrier": Row(lambda hosts, ranks: 1, lambda ranks: 1, (4,)),
 }
 FRAME, DATA = 1538, 1448  # bytes of a frame on the wire with gap and preamble, and of its data
 LARGE = 64 << 20

@@ -7,7 +7,7 @@ from pathlib import Path
 from harness.report import duration, size_name
 from harness.statistics import Measurement, median
 
-__all__ = ["plot_grid", "plot_times"]
+__all__ = ["plot_grid", "plot_model", "plot_times"]
 
 OURS = "flashlight_py"
 
@@ -85,5 +85,34 @@ def plot_grid(ratios: Mapping[tuple[int, int], float], title: str, file: Path) -
     axes.set(xlabel="width of the layers", ylabel="batch")
     axes.set_title("hand-written NumPy's time to a captured step's")
     figure.suptitle(title, fontsize="small")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+
+
+def plot_model(
+    predictions: Mapping[str, Mapping[int, float]], measured: Mapping[int, float], file: Path
+) -> None:
+    """Write a PNG with a line for the prediction of each algorithm, and points for measured times.
+
+    Args:
+        predictions: Seconds by algorithm and size in bytes.
+        measured: Seconds by size in bytes.
+        file: Path of the PNG.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for name, times in predictions.items():
+        axes.plot(*zip(*times.items(), strict=True), label=f"{name}, predicted")
+    axes.plot(*zip(*measured.items(), strict=True), "ko", label="measured")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size_name(round(value))))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: duration(value)))
+    axes.set(xlabel="bytes of the array", ylabel="time per call")
+    axes.grid(which="major", alpha=0.3)
+    axes.legend(fontsize="small")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)

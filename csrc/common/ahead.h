@@ -9,11 +9,16 @@
 
 namespace fl {
 
-// The ranks in [first, last).
+// The ranks in [first, last), and the rank `also` unless it is -1.
 struct Ranks {
-  int first = 0, last = 0;
-  int count() const { return last - first; }
-  bool has(int rank) const { return first <= rank && rank < last; }
+  int first = 0, last = 0, also = -1;
+  int count() const { return last - first + (also >= 0 ? 1 : 0); }
+  bool has(int rank) const { return (first <= rank && rank < last) || rank == also; }
+  template <typename Visit>
+  void for_each(Visit visit) const {
+    for (int rank = first; rank < last; ++rank) visit(rank);
+    if (also >= 0) visit(also);
+  }
 };
 
 // Return the ranks from which `rank` needs data in `call`, if each rank sends its data with its call.
@@ -40,21 +45,23 @@ inline bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - 
 
 // True if a rank among `needed` made a call that differs from the call of `rank`.
 inline bool sees_difference(const fl_signature* calls, int rank, Ranks needed) {
-  for (int r = needed.first; r < needed.last; ++r) {
+  bool differs = false;
+  needed.for_each([&](int r) {
     const fl_signature pair[] = {calls[rank], calls[r]};
-    if (!all_same(pair, 2) || (root_must_know(calls[rank].verb) && calls[r].ndim == FL_ANY)) return true;
-  }
-  return false;
+    const bool is_root = root_must_know(calls[rank].verb) && r == calls[rank].root;
+    differs = differs || !all_same(pair, 2) || (is_root && calls[r].ndim == FL_ANY);
+  });
+  return differs;
 }
 
 // Return the highest `count` of the withdrawn calls of the ranks `needed`, or nothing if no call is
 // withdrawn. The `count` of a withdrawn call is the number of the last call that its rank has compared.
 inline std::optional<uint32_t> withdrawn_after(const fl_signature* calls, Ranks needed) {
   std::optional<uint32_t> last;
-  for (int r = needed.first; r < needed.last; ++r) {
+  needed.for_each([&](int r) {
     const auto compared = static_cast<uint32_t>(calls[r].count);
     if (calls[r].ndim == FL_WITHDRAWN && (!last || is_before(*last, compared))) last = compared;
-  }
+  });
   return last;
 }
 
@@ -63,10 +70,9 @@ inline std::optional<uint32_t> withdrawn_after(const fl_signature* calls, Ranks 
 template <typename WaitsForAll>
 Ranks awaited(const fl_signature* calls, int size, int rank, Ranks needed, WaitsForAll waits_for_all) {
   if (sees_difference(calls, rank, needed)) return needed;
-  for (int r = needed.first; r < needed.last; ++r) {
-    if (r != rank && waits_for_all(r)) return {0, size};
-  }
-  return needed;
+  bool waits = false;
+  needed.for_each([&](int r) { waits = waits || (r != rank && waits_for_all(r)); });
+  return waits ? Ranks{0, size} : needed;
 }
 
 // Mismatches of past calls that some ranks have not raised yet. All ranks compute the same list.

@@ -14,7 +14,6 @@ Collectives::Collectives(Mesh& mesh)
       size_(mesh.size),
       uses_relay_(size_ > Mesh::kDirect),
       counters_(size_),
-      received_(size_),
       arrived_(size_),
       entries_(uses_relay_ ? 0 : size_ * kTurns),
       texts_(uses_relay_ ? 0 : size_ * kTexts),
@@ -110,7 +109,21 @@ Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
   const size_t bytes = static_cast<size_t>(call.count) * call.itemsize * (is_scan ? size_ - 1 : 1);
   const bool is_small = may_be_small(rank, call) || (call.ndim >= 0 && bytes <= kInlineBytes);
   const bool is_ahead = is_small && !is_compared(call);
-  return is_ahead ? fl::needed_by(rank, size_, call) : Ranks{0, size_};
+  Ranks needed = is_ahead ? fl::needed_by(rank, size_, call) : Ranks{0, size_};
+  if (needed.count() == 1 && uses_tree(call)) {
+    const int parent = Tree{size_, static_cast<int>(call.root)}.parent(rank);
+    if (parent != call.root) needed.also = parent;
+  }
+  return needed;
+}
+
+// True if ranks forward the root's data. Only the root knows the size of an object, so objects always use a tree.
+bool Collectives::uses_tree(const fl_signature& call) const {
+  if (call.verb != FL_BROADCAST || size_ == 2 || compares_at_once_ || is_compared(call)) return false;
+  if (call.part_of != 0) return true;
+  const size_t bytes = static_cast<size_t>(call.count) * call.itemsize;
+  const bool is_small = call.ndim >= 0 && bytes <= kInlineBytes;
+  return is_small && kEthernet.tree(size_, bytes) < kEthernet.direct(size_, bytes);
 }
 
 void Collectives::announce(const fl_signature& signature, const fl_site& site, const void* data, const Parts& give,
@@ -124,16 +137,22 @@ void Collectives::announce(const fl_signature& signature, const fl_site& site, c
   auto& known = texts_[rank_ * kTexts + number];
   const bool repeats = known != nullptr && std::memcmp(known.get(), &text, sizeof text) == 0;
   if (!repeats) known = std::make_shared<const Text>(text);
-  entry(rank_, calls_) = {known, mode, {}};
+  entry(rank_, calls_) = {known, mode, {}, 0, nullptr};
+  sender_ = rank_;
   const uint64_t tag = number | (repeats ? kRepeats : 0) | (mode == kRunsAhead ? kAhead : 0);
   const iovec head{&text, repeats ? 0 : sizeof text};
-  for (int r = 0; r < size_; ++r) {
-    if (r == rank_) continue;
+  const Tree tree{size_, static_cast<int>(signature.root)};
+  const bool in_tree = mode == kRunsAhead && uses_tree(signature);
+  for (int step = size_ - 1; step > 0; --step) {  // in a tree, this is the order of Tree::for_each_child
+    const int r = (rank_ + step) % size_;
     entry(r, calls_ - 1).parcel.reset();
+    entry(r, calls_ - 1).forwarded.reset();
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     // Rank r also waits for this rank if it waits for a rank that waits for all ranks.
     const Ranks needed = needed_by(r, signature);
-    const bool is_needed = needed.has(rank_) || (mode == kWaits && needed.count() > 0);
+    const bool is_awaited = needed.has(rank_) || (mode == kWaits && needed.count() > 0);
+    // In a tree, the root's header is awaited by its children. Other ranks send theirs with the forwarded data.
+    const bool is_needed = in_tree ? rank_ == tree.root && tree.parent(r) == rank_ : is_awaited;
     const auto haste = is_needed && mode == kWaits ? Pair::kNow
                        : is_needed || calls_ % kHurryEvery == 0 ? Pair::kSoon : Pair::kLater;
     ignore_if_left(r, [&] {
@@ -157,14 +176,18 @@ void Collectives::ignore_if_left(int r, Send send) {
 // return false: then this rank needs the calls of all ranks.
 bool Collectives::receive_some(Call& call, Ranks needed) {
   std::array<fl_signature, Mesh::kDirect> calls{};
-  for (int r = needed.first; r < needed.last; ++r) {
-    if (r != rank_) wait_for(calls_, r);
-    calls[r] = entry(r, calls_).text->signature;
-  }
+  if (needed.count() > 0 && uses_tree(call.signature)) receive_in_tree(call);
+  needed.for_each([&](int r) {
+    if (r != rank_ && &latest(r) == &entry(r, calls_)) wait_for(calls_, r);
+    calls[r] = call_of(call, r);
+  });
   calls[rank_] = call.signature;
   received_at_ = Clock::now();
   if (sees_difference(calls.data(), rank_, needed)) {
     mesh_.hurry();
+    needed.for_each([&](int r) {
+      if (r != rank_) wait_for(calls_, r);
+    });
     if (const auto until = withdrawn_after(calls.data(), needed)) {
       while (is_before(compared_, *until)) compare_call(compared_ + 1);
       raise_earlier(mismatches_.to_raise(calls_, false));
@@ -172,13 +195,41 @@ bool Collectives::receive_some(Call& call, Ranks needed) {
     throw Mismatch(report_of(calls_));
   }
   if (needs_report(call.signature) && needed.count() > 0) call.report = report_of(calls_);
-  const auto waits = [&](int r) { return entry(r, calls_).mode == kWaits; };
+  const auto waits = [&](int r) { return latest(r).mode == kWaits; };
   return awaited(calls.data(), size_, rank_, needed, waits).count() < size_;
+}
+
+// Receive the root's call and data from the parent in the tree, and send them to the children. If the parent made
+// another call, it does not forward, and the root's own header shows whether the calls differ.
+void Collectives::receive_in_tree(const Call& call) {
+  const Tree tree{size_, static_cast<int>(call.signature.root)};
+  const int parent = tree.parent(rank_);
+  wait_for(calls_, parent);
+  const Entry& from = entry(parent, calls_);
+  const fl_signature& other = from.text->signature;
+  const bool forwards = parent != tree.root && same_call(call.signature, other) && uses_tree(other);
+  while (forwards && from.forwarded == nullptr) wait_for_packet(parent);
+  if (forwards) sender_ = parent;
+  if (!forwards) wait_for(calls_, tree.root);
+  const Entry& root = latest(tree.root);
+  const iovec head{const_cast<Text*>(root.text.get()), sizeof(Text)};
+  const iovec data{root.parcel->memory.get() + root.payload, root.parcel->bytes - root.payload};
+  const uint64_t tag = kForwards | (root.mode == kRunsAhead ? kAhead : 0);
+  tree.for_each_child(rank_, [&](int r) {
+    ignore_if_left(r, [&] { mesh_.pair_with(r).call(mesh_.group, tag, {head, data}, Pair::kSoon); });
+  });
+}
+
+// Return the entry of rank r, or the root's entry that this rank has received in a tree.
+const Collectives::Entry& Collectives::latest(int r) const {
+  const Entry& sender = entry(sender_, calls_);
+  const bool is_root = sender_ != rank_ && sender.forwarded != nullptr && r == sender.text->signature.root;
+  return is_root ? *sender.forwarded : entry(r, calls_);
 }
 
 const fl_signature& Collectives::call_of(const Call& call, int r) const {
   if (r == rank_) return call.signature;
-  return uses_relay_ ? relay_.call(r) : entry(r, calls_).text->signature;
+  return uses_relay_ ? relay_.call(r) : latest(r).text->signature;
 }
 
 void Collectives::receive_all(Call& call) {
@@ -193,7 +244,11 @@ void Collectives::receive_all(Call& call) {
 
 void Collectives::wait_for(uint32_t number, int r) {
   awaited_ = number;
-  for (; is_before(received_[r], number); ++received_[r]) waiter_->received(*counters_[r], r);
+  while (!has_arrived(number, r)) wait_for_packet(r);
+}
+
+void Collectives::wait_for_packet(int r) {
+  waiter_->received(*counters_[r], r);
   store_arrived(r);
 }
 
@@ -207,11 +262,19 @@ bool Collectives::has_arrived(uint32_t number, int r) const {
 void Collectives::store_arrived(int r) const {
   mesh_.take_calls(r, taken_calls_);
   for (ArrivedCall& arrived : taken_calls_) {
+    const WaitMode mode = (arrived.tag & kAhead) != 0 ? kRunsAhead : kWaits;
+    const auto sent_text = [&] {
+      return std::make_shared<const Text>(*reinterpret_cast<const Text*>(arrived.parcel.memory.get()));
+    };
+    if ((arrived.tag & kForwards) != 0) {
+      Entry root{sent_text(), mode, std::move(arrived.parcel), sizeof(Text), nullptr};
+      entry(r, arrived_[r]).forwarded = std::make_unique<Entry>(std::move(root));
+      continue;
+    }
     auto& text = texts_[r * kTexts + arrived.tag % kTexts];
     const bool repeats = (arrived.tag & kRepeats) != 0;
-    if (!repeats) text = std::make_shared<const Text>(*reinterpret_cast<const Text*>(arrived.parcel.memory.get()));
-    const WaitMode mode = (arrived.tag & kAhead) != 0 ? kRunsAhead : kWaits;
-    entry(r, ++arrived_[r]) = {text, mode, std::move(arrived.parcel), repeats ? 0 : sizeof(Text)};
+    if (!repeats) text = sent_text();
+    entry(r, ++arrived_[r]) = {text, mode, std::move(arrived.parcel), repeats ? 0 : sizeof(Text), nullptr};
   }
 }
 
@@ -303,7 +366,7 @@ void Collectives::fetch(const Parts& take) {
 
 const char* Collectives::payload(int r) const {
   if (uses_relay_) return relay_.payload(r);
-  const Entry& from = entry(r, calls_);
+  const Entry& from = latest(r);
   return from.parcel ? from.parcel->memory.get() + from.payload : nullptr;
 }
 

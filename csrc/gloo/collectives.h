@@ -5,6 +5,7 @@
 
 #include "../common/ahead.h"
 #include "mesh.h"
+#include "model.h"
 #include "relay.h"
 
 namespace fl {
@@ -101,12 +102,14 @@ class Collectives {
     fl_site site;
     uint64_t padding;
   };
-  static constexpr uint64_t kTexts = 32, kRepeats = 1 << 8, kAhead = 1 << 9;
+  // kForwards: the packet follows the sender's header, and has the Text and the payload of the root.
+  static constexpr uint64_t kTexts = 32, kRepeats = 1 << 8, kAhead = 1 << 9, kForwards = 1 << 10;
   struct Entry {
     std::shared_ptr<const Text> text;
     WaitMode mode = kWaits;
     std::optional<Parcel> parcel;
-    size_t payload = 0;  // offset of the payload in the parcel
+    size_t payload = 0;                // offset of the payload in the parcel
+    std::unique_ptr<Entry> forwarded;  // the root's entry, if this rank has forwarded it
 
     fl_signature call(uint32_t number) const;
   };
@@ -119,15 +122,19 @@ class Collectives {
                 WaitMode mode);
   template <typename Send>
   void ignore_if_left(int r, Send send);
+  bool uses_tree(const fl_signature& call) const;
   Ranks needed_by(int rank, const fl_signature& call) const;
   bool receive_some(Call& call, Ranks needed);
+  void receive_in_tree(const Call& call);
   void receive_all(Call& call);
   void wait_for(uint32_t number, int r);
+  void wait_for_packet(int r);
   bool has_arrived(uint32_t number, int r) const;
   void store_arrived(int r) const;
   bool all_have_called(uint32_t number) const;
   CallReport report_of(uint32_t number) const;
   bool compare_call(uint32_t number);
+  const Entry& latest(int r) const;                            // of the current call
   const fl_signature& call_of(const Call& call, int r) const;  // this rank must have received it
   void raise_new_mismatch(const Call& call);
   void raise_earlier(std::optional<Mismatches::Call> earlier) const;
@@ -162,10 +169,8 @@ class Collectives {
   const bool uses_relay_;          // other ranks forward the calls: see Relay
   bool compares_at_once_ = false;  // each call waits until all ranks have made it
   bool has_begun_ = false;
-  // Index: peer. counters_: arrived packets. arrived_ and received_: numbers of the last stored call and of the
-  // last awaited call.
+  // Index: peer. counters_: arrived packets. arrived_: number of the last stored call.
   std::vector<Buffer> counters_;
-  std::vector<uint32_t> received_;
   mutable std::vector<uint32_t> arrived_;
   mutable std::vector<Entry> entries_;  // the last calls of each rank; empty with a relay
   mutable std::vector<std::shared_ptr<const Text>> texts_;  // kTexts of each rank
@@ -176,6 +181,7 @@ class Collectives {
   uint32_t calls_ = 0;        // number of this rank's calls; 0 with a relay
   uint32_t compared_ = 0;     // number of the last compared call
   uint32_t awaited_ = 0;      // number of the call that this rank awaits
+  int sender_ = 0;            // in a tree, the rank from which this rank has received the root's data
   Mismatches mismatches_{rank_, kMostAhead};
   // last_: with a relay, calls of the latest collective. received_at_: when calls last arrived.
   CallReport last_;

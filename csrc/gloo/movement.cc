@@ -68,7 +68,11 @@ Bytes Collectives::broadcast(Call& call, void* data) {
   const int root = call.signature.root;
   const auto in_one_piece = [&](size_t bytes) { return bytes <= kInlineBytes || size_ == 2; };
   Parts give(size_), take(size_);
-  if (rank_ == root && in_one_piece(call.bytes())) give = same_for_all(call.bytes());
+  if (rank_ == root && in_one_piece(call.bytes())) {
+    const Part whole{0, call.bytes()};
+    if (uses_tree(call.signature)) Tree{size_, root}.for_each_child(root, [&](int r) { give[r] = whole; });
+    else give = same_for_all(call.bytes());
+  }
   exchange_calls(call, data, give);
   const fl_signature& root_call = call_of(call, root);
   const size_t bytes = static_cast<size_t>(root_call.count) * root_call.itemsize;

@@ -268,7 +268,10 @@ void Pair::count(const Weak& weak, int peer) {
 void Pair::take_calls(uint64_t group, std::vector<ArrivedCall>& calls) {
   const std::lock_guard<std::mutex> lock(m_);
   const auto group_state = group_states_.find(group);
-  if (group_state != group_states_.end()) calls.swap(group_state->second.calls);
+  if (group_state == group_states_.end()) return;
+  calls.swap(group_state->second.calls);
+  const Alive listener(group_state->second.listener);
+  if (listener && !calls.empty()) static_cast<Receiver*>(listener.operator->())->forget_received();
 }
 
 void Pair::receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes) {

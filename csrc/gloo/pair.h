@@ -92,7 +92,7 @@ class Pair : public gloo::transport::tcp::Pair {
   bool hurry(Haste haste = kLater);
   // Count each packet of call() that arrives for `group` as a message that `buffer` has received.
   void listen(Receiver& buffer, uint64_t group);
-  // Store the packets that have arrived for `group` in `calls`.
+  // Store the packets that have arrived for `group` in `calls`, and set the count of the listener to 0.
   void take_calls(uint64_t group, std::vector<ArrivedCall>& calls);
   // Send `text` after all earlier data. If `is_last`, leave the group and drop this rank's waiting messages.
   void send_note(uint64_t group, const std::string& text, bool is_last);
@@ -212,6 +212,10 @@ class Receiver : public gloo::transport::tcp::UnboundBuffer {
   friend class Pair;
   // Count a message that `pair` will send or receive.
   void begin(Pair& pair);
+  void forget_received() {
+    const std::lock_guard<std::mutex> lock(m_);
+    recvCompletions_ = 0;
+  }
   uint32_t now(int& count) {
     const std::lock_guard<std::mutex> lock(m_);
     return count;

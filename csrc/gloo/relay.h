@@ -42,8 +42,11 @@ class Relay {
   const Parcel& receive(int from, Waiter& waiter) {
     Inbox& inbox = inboxes_[from];
     if (inbox.counter == nullptr) listen(from);
-    waiter.received(*inbox.counter, from);
     if (inbox.waiting.empty()) mesh_.take_calls(from, inbox.waiting);
+    while (inbox.waiting.empty()) {
+      waiter.received(*inbox.counter, from);
+      mesh_.take_calls(from, inbox.waiting);
+    }
     inbox.last = std::move(inbox.waiting.front().parcel);
     inbox.waiting.erase(inbox.waiting.begin());
     return *inbox.last;

@@ -26,7 +26,7 @@ from flashlight_py.distributed.groups.membership import members_of
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.errors import DistributedError, MismatchError
 from tests.distributed.conformance import on_ranks, raises, ranks_in
-from tests.distributed.mismatch_errors import late_mismatch, mismatch_error
+from tests.distributed.mismatch_errors import first_error, late_mismatch, mismatch_error
 
 
 def in_both(size: int, **options: Any) -> Any:
@@ -171,6 +171,62 @@ def test_data_arrives_after_its_sender_has_left(rank: int, size: int) -> None:
         with contextlib.suppress(fl.errors.DistributedError):
             group.close()
     fl.barrier()
+
+
+def in_a_tree(rank: int) -> Any:
+    """Return an array that the ranks of a broadcast over Gloo forward in a tree."""
+    return np.full(2000, rank + 1.0)
+
+
+@on_ranks(("gloo", 4), ("gloo", 7), native=True)
+def test_tree_forwards_arrays_and_objects_of_every_root(rank: int, size: int) -> None:
+    for n in range(100):
+        root, text = n % size, "x" * 20_000 * (n % 5)
+        assert np.all(fl.broadcast(in_a_tree(rank), root) == root + 1)
+        assert fl.broadcast_object([n, text] if rank == root else None, root) == [n, text]
+        if n % 7 == 0:
+            assert fl.all_reduce(1) == size
+
+
+@pytest.mark.parametrize("other", range(4))
+@on_ranks(("gloo", 4), native=True)
+def test_ranks_of_a_tree_raise_mismatches_of_every_rank(rank: int, size: int, other: int) -> None:
+    """Rank 3 receives from rank 2, and ranks 1 and 2 from the root."""
+    for count in (2001, 1):
+        x = np.zeros(count) if rank == other else in_a_tree(rank)
+        message = mismatch_error(lambda: fl.broadcast(x)) + late_mismatch()  # noqa: B023
+        assert f"rank {other} called broadcast(float64 ({count},), root=0)" in message
+        assert np.all(fl.broadcast(in_a_tree(rank)) == 1)
+
+
+@on_ranks(("gloo", 4), native=True)
+def test_data_of_a_tree_arrives_after_its_senders_have_left(rank: int, size: int) -> None:
+    group = fl.new_group(range(size))
+    if rank == 3:
+        tell(rank, (0, 3), (1, 3), (2, 3))
+    for _ in range(3):
+        assert np.all(group.broadcast(in_a_tree(rank)) == 1)
+    if rank != 3:
+        group.close()
+        tell(rank, (0, 3), (1, 3), (2, 3))
+    fl.barrier()
+
+
+@on_ranks(("gloo", 4), lost=2)
+def test_rank_without_its_parent_in_a_tree_raises(rank: int, size: int) -> None:
+    fl.broadcast(in_a_tree(rank))
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert "rank 2" in first_error(*[lambda: fl.broadcast(in_a_tree(rank))] * 1000)
+
+
+@on_ranks(("gloo", 4), fresh=True, params={"TIMEOUT": 1})
+def test_ranks_of_a_tree_name_a_late_root(rank: int, size: int) -> None:
+    fl.barrier()
+    if rank == 0:
+        time.sleep(1.5)
+    error = first_error(lambda: fl.broadcast(in_a_tree(rank)), fl.barrier)
+    assert error if rank == 0 else "rank 0" in error
 
 
 @pytest.mark.parametrize("verb", ["broadcast", "scatter"])
