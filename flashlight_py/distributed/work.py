@@ -222,7 +222,8 @@ class AllOf(Work[list[Any]]):
         if not failures:
             return results
         first_failure = min(failures, key=lambda error: isinstance(error, errors.GroupClosedError))
-        if self.is_completed():
+        # An operation may end just after its wait timed out. Its next wait then returns the result.
+        if self.is_completed() and not getattr(first_failure, "goes_on", False):
             self._failure = first_failure
         raise first_failure
 

@@ -209,6 +209,13 @@ def test_wait_timeout_is_not_recorded_as_a_failure() -> None:
     assert not record.error
 
 
+def test_all_of_returns_its_results_after_a_wait_has_timed_out() -> None:
+    work = AllOf([Done(1), EndsAtLimit()])
+    with pytest.raises(CollectiveTimeoutError):
+        work.wait(0.0)
+    assert work.wait() == [1, "arrived"]
+
+
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_comparison_is_the_cause_only_if_it_has_failed(goes_on: bool) -> None:
     operation = Operation(SimpleNamespace(rank_text="a rank"), "send", 1.0)  # type: ignore[arg-type]
