@@ -6,7 +6,8 @@
 
 /* The call of a rank. It travels ahead of the payload and must be equal on all ranks, with these exceptions.
    The first dimension may differ in all_gather, gather and all_to_all_uneven. In scatter and broadcast, only
-   the root must give type and shape; on other ranks ndim may be FL_ANY. A rank with invalid arguments joins
+   the root must give type and shape; on other ranks ndim may be FL_ANY, in a broadcast only if all ranks set
+   part_of, which tells the root that they do not know the size. A rank with invalid arguments joins
    with a barrier, send or recv whose ndim is FL_REFUSED: that call equals no other call, and its site
    contains the reason. If a rank raises the mismatch of an earlier call, the library replaces its call by a
    barrier with ndim FL_WITHDRAWN and the verb as op. A comparison-only call (FL_COMPARED) has no data and

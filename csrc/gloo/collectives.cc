@@ -119,7 +119,7 @@ Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
 
 // True if ranks forward the root's data. Only the root knows the size of an object, so objects always use a tree.
 bool Collectives::uses_tree(const fl_signature& call) const {
-  if (call.verb != FL_BROADCAST || size_ == 2 || compares_at_once_ || is_compared(call)) return false;
+  if (call.verb != FL_BROADCAST || size_ == 2 || uses_relay_ || compares_at_once_ || is_compared(call)) return false;
   if (call.part_of != 0) return true;
   const size_t bytes = static_cast<size_t>(call.count) * call.itemsize;
   const bool is_small = call.ndim >= 0 && bytes <= kInlineBytes;

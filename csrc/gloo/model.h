@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 
 namespace fl {
 
@@ -22,23 +21,20 @@ struct LogGP {
   // The root sends to each of the other `ranks` - 1 ranks.
   constexpr int64_t direct(int ranks, size_t bytes) const { return 2 * (ranks - 1) * occupies(bytes) + hop; }
 
-  // Binomial tree: the root sends to the roots of subtrees, the largest first, and they do the same. The root can
-  // call again when it has sent (`sent`), and the last rank has the data at `end`.
+  // Binomial tree: each rank sends to the roots of its subtrees, the largest first.
   constexpr int64_t tree(int ranks, size_t bytes) const {
-    const auto [sent, end] = times_of_tree(ranks, bytes);
-    return sent + end;
+    int sends = 0;
+    while (1 << sends < ranks) ++sends;
+    return sends * occupies(bytes) + end_of_tree(ranks, bytes);
   }
 
  private:
-  constexpr std::pair<int64_t, int64_t> times_of_tree(int ranks, size_t bytes) const {
-    int64_t sent = 0, end = 0;
-    int distance = 1;
-    while (2 * distance < ranks) distance *= 2;
-    for (; distance > 0 && ranks > 1; distance /= 2) {
-      sent += occupies(bytes);
-      end = std::max(end, sent + hop + times_of_tree(std::min(distance, ranks - distance), bytes).second);
-    }
-    return {sent, end};
+  // Time until the last rank has the data. The first subtree has the ranks from number `half` on.
+  constexpr int64_t end_of_tree(int ranks, size_t bytes) const {
+    if (ranks == 1) return 0;
+    int half = 1;
+    while (2 * half < ranks) half *= 2;
+    return occupies(bytes) + std::max(end_of_tree(half, bytes), hop + end_of_tree(ranks - half, bytes));
   }
 };
 
@@ -57,10 +53,8 @@ struct Tree {
   template <typename Visit>
   void for_each_child(int rank, Visit visit) const {
     const int v = position(rank);
-    int distance = v & -v;
-    for (distance = v == 0 ? 1 : distance; v == 0 && distance < ranks;) distance *= 2;
-    while ((distance /= 2) > 0) {
-      if (v + distance < ranks) visit((root + v + distance) % ranks);
+    for (int distance = 1 << 29; distance > 0; distance /= 2) {
+      if (v % (2 * distance) == 0 && v + distance < ranks) visit((root + v + distance) % ranks);
     }
   }
 

@@ -75,6 +75,9 @@ Bytes Collectives::broadcast(Call& call, void* data) {
   }
   exchange_calls(call, data, give);
   const fl_signature& root_call = call_of(call, root);
+  if (uses_tree(root_call) != uses_tree(call.signature)) {  // the root's header may have no data
+    throw Failure(FL_FAILED, {}, "a broadcast with FL_ANY needs part_of");
+  }
   const size_t bytes = static_cast<size_t>(root_call.count) * root_call.itemsize;
   Bytes output_bytes;
   if (call.signature.ndim == FL_ANY) output_bytes = make_bytes(bytes);
