@@ -78,10 +78,8 @@ fl_status Started::wait(double seconds) {
     lock.lock();
   }
   // Do not sleep if `seconds` is 0: a sleep takes 60 us, because the kernel wakes threads late.
-  const std::chrono::duration<double> time(seconds);
-  if (seconds > 0 ? shared.done.wait_for(lock, time, ended) : ended()) return operation.status;
-  if (shared.transport != nullptr) shared.transport->enforce_deadline();
-  return FL_PENDING;
+  if (seconds > 0) shared.done.wait_for(lock, std::chrono::duration<double>(seconds), ended);
+  return operation.status;
 }
 
 double Started::ended_at() const {

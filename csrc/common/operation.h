@@ -59,8 +59,6 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // End the running waits that are past their deadline. Any thread may call it.
-  virtual void enforce_deadline() = 0;
   // End all waits of running operations, and each wait that starts later. Any thread may call it.
   virtual void stop() = 0;
   // Return the failure of an operation that threw an unexpected exception with the text `what`.
@@ -119,9 +117,8 @@ std::unique_ptr<Outcome> outcome_of(const Failure& failure);
 // State that the handles share with the threads that run operations. It may outlive the group.
 struct Shared {
   std::mutex mutex;
-  std::condition_variable work;    // notified when a thread of the group returns from an operation
-  std::condition_variable done;    // notified when an operation has ended
-  Transport* transport = nullptr;  // null once the group is closed
+  std::condition_variable work;  // notified when a thread of the group returns from an operation
+  std::condition_variable done;  // notified when an operation has ended
 };
 
 // Address at which an operation stores its end time; see fl_op_stamp.

@@ -40,9 +40,7 @@ void ThreadPool::work() {
 }
 
 Queue::Queue(Transport& transport, std::shared_ptr<ThreadPool> crew)
-    : transport_(transport), crew_(std::move(crew)) {
-  shared_->transport = &transport;
-}
+    : transport_(transport), crew_(std::move(crew)) {}
 
 Queue::~Queue() { close(); }
 
@@ -50,7 +48,6 @@ void Queue::close() {
   std::unique_lock<std::mutex> lock(shared_->mutex);
   if (!closing_) {
     closing_ = true;
-    shared_->transport = nullptr;
     const auto never_run = std::exchange(waiting_, {});
     lock.unlock();
     for (const Pending& operation : never_run) finish(*operation, FL_CLOSED, kWasClosed);

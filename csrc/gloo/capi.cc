@@ -14,19 +14,20 @@ extern "C" {
 
 fl_group* fl_gloo_create(int rank, int size, const char* host, const char* interface, double seconds) {
   return fl::guarded<fl_group*>(nullptr, [&] {
-    return new fl_group{{rank, size, host, interface, seconds}};
+    return new fl_group{fl::Group(std::make_unique<fl::Mesh>(rank, size, host, interface, seconds))};
   });
 }
 
 fl_group* fl_gloo_part(fl_group* group, const int* ranks, int size, uint64_t number) {
   return fl::guarded<fl_group*>(nullptr, [&] {
-    return new fl_group{{group->group, {ranks, ranks + size}, number}};
+    const std::vector<int> members(ranks, ranks + size);
+    return new fl_group{fl::Group(std::make_unique<fl::Mesh>(group->group.mesh(), members, number))};
   });
 }
 
 int fl_address(fl_group* group, char* address, size_t address_bytes) {
   return fl::guarded(-1, [&] {
-    const auto& bytes = group->group.mesh().address();
+    const auto& bytes = group->group.mesh().family->links->address();
     if (bytes.size() > address_bytes) return -1;
     std::copy(bytes.begin(), bytes.end(), address);
     return static_cast<int>(bytes.size());
@@ -34,14 +35,14 @@ int fl_address(fl_group* group, char* address, size_t address_bytes) {
 }
 
 int fl_listen_for_hosts(fl_group* group) {
-  return fl::guarded(-1, [&] { return group->group.mesh().listen_for_hosts(); });
+  return fl::guarded(-1, [&] { return group->group.mesh().family->listen_for_hosts(); });
 }
 
 int fl_watch_hosts(fl_group* group, const fl_hosts* hosts, const char* addresses, size_t address_bytes,
                    const char* key) {
   return fl::done([&] {
     const int size = group->group.size();
-    group->group.mesh().watch_hosts(fl::read_hosts(*hosts, size, addresses, address_bytes, key));
+    group->group.mesh().family->watch_hosts(fl::read_hosts(*hosts, size, addresses, address_bytes, key));
   });
 }
 

@@ -28,7 +28,7 @@ fl_signature Collectives::Entry::call(uint32_t number) const {
 
 void Collectives::open() {
   last_.reset(size_);
-  compares_at_once_ = mesh_.compares_at_once();
+  compares_at_once_ = mesh_.family->engine.checks_at_once();
   has_begun_ = false;
   const auto neighbours = mesh_.neighbours();
   const auto connected = [&](int peer) { return mesh_.is_connected(peer); };
@@ -119,7 +119,8 @@ Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
 
 // True if ranks forward the root's data. Only the root knows the size of an object, so objects always use a tree.
 bool Collectives::uses_tree(const fl_signature& call) const {
-  if (call.verb != FL_BROADCAST || size_ == 2 || uses_relay_ || compares_at_once_ || is_compared(call)) return false;
+  if (call.verb != FL_BROADCAST || size_ == 2 || uses_relay_) return false;
+  if (compares_at_once_ || is_compared(call)) return false;
   if (call.part_of != 0) return true;
   const size_t bytes = static_cast<size_t>(call.count) * call.itemsize;
   const bool is_small = call.ndim >= 0 && bytes <= kInlineBytes;

@@ -39,7 +39,8 @@ class Family {
   // Wait until all peers have received their notes, except peers that do not answer for half a second.
   void deliver() const noexcept;
 
-  // Monitor the hosts. If a host is lost, end the groups with ranks on that host and notify other ranks.
+  // Monitor the hosts. If a host is lost, end the groups with ranks on that host and notify other ranks. Call
+  // both functions before Mesh::connect(). listen_for_hosts() returns a port or throws std::runtime_error.
   int listen_for_hosts();
   void watch_hosts(std::shared_ptr<const Hosts> hosts);
   // Announce that this rank may leave from now on without being reported as lost.

@@ -16,15 +16,11 @@ bool waits_in(const Failure& timeout, const fl_signature& call) {
 }  // namespace
 
 Group::Group(std::unique_ptr<Mesh> mesh)
-    : mesh_(std::move(mesh)), collectives_(*mesh_), port_(mesh_->port()), queue_(*mesh_, mesh_->crew()) {}
-
-Group::Group(int rank, int size, const std::string& host, const std::string& interface,
-             double connect_seconds)
-    : Group(std::make_unique<Mesh>(rank, size, host, interface, connect_seconds)) {}
-
-Group::Group(const Group& whole, const std::vector<int>& ranks, uint64_t number)
-    : Group(std::make_unique<Mesh>(*whole.mesh_, ranks, number)) {
-  collectives_.open();
+    : mesh_(std::move(mesh)),
+      collectives_(*mesh_),
+      port_(mesh_->family->engine, mesh_->group, mesh_->rank, mesh_->members(), *mesh_),
+      queue_(*mesh_, mesh_->family->crew) {
+  if (mesh_->group != 0) collectives_.open();  // a subgroup uses the connections of the whole group
 }
 
 std::shared_ptr<Operation> Group::connect(std::vector<char> addresses, size_t bytes,
@@ -61,14 +57,14 @@ void Group::give_up(const std::string& why) {
 }
 
 Handle Group::start(const Request& call) {
-  if (is_message(call.signature)) return port_->start(message_by(call, site_of(call)), call.seconds);
-  if (auto refused = port_->refused()) return refused;
+  if (is_message(call.signature)) return port_.start(message_by(call, site_of(call)), call.seconds);
+  if (auto refused = port_.refused()) return refused;
   return handle_of(queue_.submit(call.seconds, collective(call, nullptr)));
 }
 
 Handle Group::run(const Request& call) {
-  if (is_message(call.signature)) return port_->run(message_by(call, site_of(call)), call.seconds, interrupt_);
-  if (auto refused = port_->refused()) return refused;
+  if (is_message(call.signature)) return port_.run(message_by(call, site_of(call)), call.seconds, interrupt_);
+  if (auto refused = port_.refused()) return refused;
   if (!queue_.enter()) return start(call);
   auto result = run_here(call.seconds, collective(call, interrupt_));
   queue_.leave();
@@ -92,7 +88,7 @@ void Group::close() {
     queue_.leave();
   }
   mesh_->leave();  // otherwise this rank would be reported as lost
-  port_->close();
+  port_.close();
   queue_.close();
   if (!queue_.is_idle()) mesh_->fail(Failure(FL_CLOSED, {}, kWasClosed));
 }
@@ -105,7 +101,7 @@ Group::Task Group::collective(const Request& request, InterruptCheck interrupt) 
     Waiter waiter(*mesh_, operation.deadline, interrupt);
     Call call{request.signature, site, operation.report, waiter};
     try {
-      operation.output = dispatch(call, request.data, request.output);
+      operation.output = do_verb(collectives_, call, request.signature, request.data, request.output);
     } catch (Failure& failure) {
       const bool is_late = failure.status == FL_TIMEOUT;
       if (is_late || failure.status == FL_PEER_LOST) {
@@ -120,12 +116,6 @@ Group::Task Group::collective(const Request& request, InterruptCheck interrupt) 
       throw mesh_->explain(-1, error.what());  // explain() may wait until the deadline of `waiter`
     }
   };
-}
-
-Bytes Group::dispatch(Call& call, void* data, void* output) {
-  if (!is_compared(call.signature)) return do_verb(collectives_, call, call.signature.verb, data, output);
-  collectives_.barrier(call);
-  return shapes_are_wanted(call.signature.verb) ? make_bytes(0) : Bytes{};
 }
 
 }  // namespace fl

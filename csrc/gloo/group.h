@@ -9,14 +9,13 @@ namespace fl {
 
 class Group {
  public:
-  Group(int rank, int size, const std::string& host, const std::string& interface, double connect_seconds);
-  // Create a subgroup with `ranks` of the group `whole`; see Mesh.
-  Group(const Group& whole, const std::vector<int>& ranks, uint64_t number);
+  explicit Group(std::unique_ptr<Mesh> mesh);
 
   Mesh& mesh() { return *mesh_; }
   int size() const { return mesh_->size; }
   void call_ranks(std::vector<int> numbers) { mesh_->call_ranks(std::move(numbers)); }
-  void compare_at_once() { mesh_->compare_at_once(); }
+  // Let each call wait until all ranks have made it, also in subgroups. Use this before any operation.
+  void compare_at_once() { mesh_->family->engine.check_at_once(); }
   // Set the check for signals. Call it before the first run().
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
 
@@ -35,7 +34,7 @@ class Group {
   void close();
 
   // In a forked child: close the descriptors. Uses no lock.
-  void abandon() noexcept { mesh_->close_descriptors(); }
+  void abandon() noexcept { mesh_->family->abandon(); }
 
   // Start an operation. Collectives run one after the other on another thread.
   Handle start(const Request& call);
@@ -44,20 +43,18 @@ class Group {
   Handle run(const Request& call);
   // Run several sends and receives; see Port.
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, bool async) {
-    return async ? port_->start_exchange(messages, count, seconds)
-                 : port_->exchange(messages, count, seconds, interrupt_);
+    return async ? port_.start_exchange(messages, count, seconds)
+                 : port_.exchange(messages, count, seconds, interrupt_);
   }
 
  private:
   using Task = std::function<void(Operation&)>;
-  explicit Group(std::unique_ptr<Mesh> mesh);
   std::shared_ptr<Operation> run_here(double seconds, Task task);
   Task collective(const Request& request, InterruptCheck interrupt);
-  Bytes dispatch(Call& call, void* data, void* output);
 
   std::unique_ptr<Mesh> mesh_;
   Collectives collectives_;
-  const std::unique_ptr<Port> port_;
+  Port port_;
   InterruptCheck interrupt_ = nullptr;
   uint32_t calls_ = 0;  // collectives so far
   std::shared_ptr<Shared> ended_ = std::make_shared<Shared>();

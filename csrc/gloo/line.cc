@@ -24,6 +24,11 @@ socklen_t size_of(int family) {
   return family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
 }
 
+in_port_t& port_of(sockaddr_storage& address) {
+  return address.ss_family == AF_INET ? reinterpret_cast<sockaddr_in&>(address).sin_port
+                                      : reinterpret_cast<sockaddr_in6&>(address).sin6_port;
+}
+
 }  // namespace
 
 Clock::time_point time_now() { return Clock::now(); }
@@ -122,8 +127,7 @@ Listener::Listener(sockaddr_storage address_to_use) {
     throw std::runtime_error("cannot listen for heartbeats: " + reason);
   }
   descriptor_ = Descriptor::of(socket_);
-  port_ = ntohs(address_to_use.ss_family == AF_INET ? reinterpret_cast<sockaddr_in&>(address_to_use).sin_port
-                                          : reinterpret_cast<sockaddr_in6&>(address_to_use).sin6_port);
+  port_ = ntohs(port_of(address_to_use));
 }
 
 Listener::~Listener() {
@@ -147,12 +151,7 @@ void Listener::await(const std::vector<const Line*>& lines, Clock::time_point en
 
 void Listener::ring() noexcept { eventfd_write(bell_, 1); }
 
-void set_port(sockaddr_storage& address, int port) {
-  auto& in_place = address.ss_family == AF_INET
-                       ? reinterpret_cast<sockaddr_in&>(address).sin_port
-                       : reinterpret_cast<sockaddr_in6&>(address).sin6_port;
-  in_place = htons(static_cast<uint16_t>(port));
-}
+void set_port(sockaddr_storage& address, int port) { port_of(address) = htons(static_cast<uint16_t>(port)); }
 
 void keep_alive(int socket, double seconds) noexcept {
   const int idle = static_cast<int>(seconds);

@@ -42,7 +42,7 @@ struct Refused : std::runtime_error {
 class Links::Listener : public Handler {
  public:
   // `descriptor` is a listening socket or the timer.
-  Listener(Links& links, int descriptor, bool is_timer) : links_(links), is_timer_(is_timer), socket(descriptor) {
+  Listener(Links& links, int descriptor, bool is_timer) : socket(descriptor), links_(links), is_timer_(is_timer) {
     if (socket < 0) fail_in("timerfd_create");
   }
   ~Listener() override { close(); }
@@ -54,12 +54,11 @@ class Links::Listener : public Handler {
 
   void handleEvents(int) override { is_timer_ ? links_.ring() : links_.accept(); }
 
+  int socket;
+
  private:
   Links& links_;
   const bool is_timer_;
-
- public:
-  int socket;
 };
 
 // A connection until both ends have exchanged proofs. Events arrive on Gloo's thread.

@@ -82,22 +82,22 @@ Mesh::Mesh(int rank, int size, const std::string& host, const std::string& inter
            connect_seconds) {}
 
 Mesh::Mesh(const Mesh& whole, const std::vector<int>& ranks, uint64_t number)
-    : Mesh(whole.family_, whole.to_whole(ranks), number, whole.connect_seconds_) {}
+    : Mesh(whole.family, whole.to_whole(ranks), number, whole.connect_seconds_) {}
 
-Mesh::Mesh(std::shared_ptr<Family> family, std::vector<int> ranks, uint64_t number,
+Mesh::Mesh(std::shared_ptr<Family> whole, std::vector<int> ranks, uint64_t number,
            double connect_seconds)
-    : Connections(family->watch),
+    : Connections(whole->watch),
       Route(number),
+      family(std::move(whole)),
       rank(index_in(ranks, family->links->rank)),
       size(static_cast<int>(ranks.size())),
-      family_(std::move(family)),
       ranks_(std::move(ranks)),
       connect_seconds_(connect_seconds),
       peer_states_(size) {
-  family_->add(*this);
+  family->add(*this);
 }
 
-Mesh::~Mesh() { family_->remove(*this); }
+Mesh::~Mesh() { family->remove(*this); }
 
 std::vector<int> Mesh::to_whole(const std::vector<int>& ranks) const {
   std::vector<int> members;
@@ -122,7 +122,7 @@ std::vector<int> Mesh::neighbours() const {
 }
 
 void Mesh::connect(const char* addresses, size_t bytes, const char* key, bool lazily, Clock::time_point deadline) {
-  family_->open(addresses, bytes, key);
+  family->open(addresses, bytes, key);
   if (lazily) return;
   const Waiter waiter(*this, deadline, nullptr);
   const std::vector<int> peers = neighbours();
@@ -207,13 +207,13 @@ void Mesh::receive_note(int peer, const std::string& text) {
       has_farewell_ = true;
     }
   }
-  if (is_first && size > kDirect) family_->forward_later(*this, hearsay);
+  if (is_first && size > kDirect) family->forward_later(*this, hearsay);
   if (text != kLeaving) wake_concerned();
 }
 
 void Mesh::forward(const std::string& text) noexcept {
   if (has_reported_) return;
-  family_->notify(*this, text);
+  family->notify(*this, text);
   connect_neighbours(all_ranks(size));  // peers that connect later receive the text too
 }
 
@@ -230,8 +230,8 @@ Mesh::PeerFarewell Mesh::first_farewell() const {
 
 void Mesh::leave() {
   if (is_leaving_.exchange(true)) return;
-  family_->notify(*this, kLeaving);
-  if (group == 0) family_->leave();
+  family->notify(*this, kLeaving);
+  if (group == 0) family->leave();
 }
 
 bool Mesh::has_left(int peer) {
@@ -255,10 +255,6 @@ bool Mesh::is_lost(int peer) {
   return has_news_ && has_ended_sending(peer);
 }
 
-std::unique_ptr<Port> Mesh::port() {
-  return std::make_unique<Port>(family_->engine, group, rank, ranks_, *this);
-}
-
 // Return the failure if the peer is lost. Connect first: without a connection, a loss may not be detected.
 std::optional<Failure> Mesh::loss_of(int peer) {
   if (const auto why = reason()) return why;
@@ -274,7 +270,7 @@ std::optional<Failure> Mesh::loss_of(int peer) {
 Failure Mesh::with_details(const Failure& failure) {
   if (failure.status != FL_PEER_LOST) return failure;
   const int peer = failure.missing[0];
-  const Waiter waiter(*this, deadline_after(family_->patience()), nullptr);
+  const Waiter waiter(*this, deadline_after(family->patience()), nullptr);
   const bool has_failed = links_.has_failed(ranks_[peer]);
   return has_failed ? not_connected(peer, links_.problem(ranks_[peer])) : explain(peer, failure.what());
 }
@@ -292,7 +288,7 @@ void Mesh::stop() { end(Failure(FL_CLOSED, {}, kWasClosed)); }
 void Mesh::await_reason(bool is_silent) {
   const Waiter* const waiter = Waiter::current();
   auto end = Clock::now();
-  const double patience = family_->patience();
+  const double patience = family->patience();
   if (patience > 0) end += kNewsTakes;
   if (is_silent && waiter != nullptr) end = std::max(end, deadline_after(patience));
   if (waiter != nullptr) end = std::min(end, waiter->deadline());
@@ -387,9 +383,9 @@ std::vector<int> Mesh::await_cause(std::vector<int> missing) {
 void Mesh::give_up(const Failure& failure) noexcept {
   report_to_others(failure);
   if (!reason()) connect_neighbours(failure.missing);
-  family_->deliver();
+  family->deliver();
   end(failure);
-  family_->end(*this);
+  family->end(*this);
 }
 
 // Connect to the neighbours, except ranks in `missing`. A neighbour that connected only later would not
@@ -416,7 +412,7 @@ void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
 void Mesh::report_to_others(const Failure& failure) noexcept {
   if (has_reported_.exchange(true)) return;
   const Farewell farewell{failure.status, failure.missing, text_for_peers(failure.what(), name(rank))};
-  family_->notify(*this, farewell.text());
+  family->notify(*this, farewell.text());
 }
 
 // Lost hosts ----------------------------------------------------------------------------
@@ -436,7 +432,7 @@ Failure Mesh::for_members(const Failure& failure) const {
 
 void Mesh::lose(const Failure& failure) noexcept {
   end(failure);
-  family_->end(*this);
+  family->end(*this);
   std::vector<Companion> companions;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -28,6 +28,7 @@ class Mesh : public Transport, public Connections, public Route {
   Mesh(const Mesh& whole, const std::vector<int>& ranks, uint64_t number);
   ~Mesh() override;
 
+  const std::shared_ptr<Family> family;
   const int rank, size;
 
   // Maximum size of a group in which each rank sends its calls to all ranks. Larger groups forward calls.
@@ -35,8 +36,6 @@ class Mesh : public Transport, public Connections, public Route {
   // Return the ranks that exchange calls directly with this rank.
   std::vector<int> neighbours() const;
 
-  // Return the address that peers connect to.
-  const std::vector<char>& address() const { return family_->links->address(); }
   // Connect to the neighbours, or only accept connections if `lazily`. `addresses` has `size` addresses of
   // `bytes` bytes each. For `key` see fl_connect. Throws Failure.
   void connect(const char* addresses, size_t bytes, const char* key, bool lazily, Clock::time_point deadline);
@@ -59,30 +58,18 @@ class Mesh : public Transport, public Connections, public Route {
     const auto is_busy = [&](int r) { return links_.is_connected(r) && !links_.pair(r)->hurry(); };
     return std::count_if(ranks_.begin(), ranks_.end(), is_busy) == 0;
   }
-  // Let each call wait until all ranks have made it, also in subgroups. Use this before any operation.
-  void compare_at_once() { family_->engine.check_at_once(); }
-  bool compares_at_once() const { return family_->engine.checks_at_once(); }
-  const std::shared_ptr<ThreadPool>& crew() const { return family_->crew; }
-  // Return the port for messages of this group. Destroy it before the mesh.
-  std::unique_ptr<Port> port();
   // Return the rank that connect() is waiting for, or -1.
   int awaited() const { return awaited_; }
 
-  // Call both functions before connect(). listen_for_hosts() returns a port or throws std::runtime_error.
-  int listen_for_hosts() { return family_->listen_for_hosts(); }
-  void watch_hosts(std::shared_ptr<const Hosts> hosts) { family_->watch_hosts(std::move(hosts)); }
   void take_along(Companion companion);
   // Convert the ranks in `failure` from the whole group to this group. Ranks outside this group are dropped.
   Failure for_members(const Failure& failure) const;
   // End the group and its companions with `failure`. The heartbeats have sent it to the other ranks already.
   void lose(const Failure& failure) noexcept;
 
-  // In a forked child, where the threads do not exist: close the descriptors.
-  void close_descriptors() const noexcept { family_->abandon(); }
-
   // Return a buffer that sends from, or receives into, the `bytes` bytes at `data`.
   Buffer buffer(const void* data, size_t bytes) {
-    return std::make_unique<Receiver>(family_->links, *this, const_cast<void*>(data), bytes);
+    return std::make_unique<Receiver>(family->links, *this, const_cast<void*>(data), bytes);
   }
 
   // Announce that this rank will start no more sends and receives, also to peers that connect later.
@@ -109,14 +96,13 @@ class Mesh : public Transport, public Connections, public Route {
   // is itself waiting for another rank, it times out at about the same time and reports that other rank.
   std::vector<int> cause_of(const Failure& timeout) noexcept;
 
-  void enforce_deadline() override {}  // Watch does this
   void stop() override;
   Failure explain(const std::string& what) override { return explain(-1, what); }
   std::optional<Failure> loss_of(int peer) override;
   bool has_left(int peer) override;
   bool has_given_up(int peer) override { return is_lost(peer); }
   Failure with_details(const Failure& failure) override;
-  Patience patience() const override { return family_->wire.patience(); }
+  Patience patience() const override { return {0, GlooWire::kPolls}; }
   void give_up(const Failure& failure) noexcept override;
   void report_to_others(const Failure& failure) noexcept;
 
@@ -134,7 +120,7 @@ class Mesh : public Transport, public Connections, public Route {
 
  private:
   struct Farewell;
-  void wake() noexcept override { family_->wire.wake_all(); }
+  void wake() noexcept override { family->wire.wake_all(); }
   Mesh(std::shared_ptr<Family> family, std::vector<int> ranks, uint64_t number, double connect_seconds);
   std::vector<int> to_whole(const std::vector<int>& ranks) const;
   struct PeerState {
@@ -159,8 +145,7 @@ class Mesh : public Transport, public Connections, public Route {
   std::vector<int> await_cause(std::vector<int> missing);
   std::string loss_text(const Failure& failure) const;
 
-  const std::shared_ptr<Family> family_;
-  Links& links_ = *family_->links;
+  Links& links_ = *family->links;
   const std::vector<int> ranks_;  // in the whole group
   const double connect_seconds_;
   std::atomic<bool> has_reported_{false};  // this rank has sent its reason

@@ -330,33 +330,21 @@ void Pair::erase_if_idle(Queues& slots, uint64_t slot) {
 // If a message is partly sent, its remaining bytes are copied and sent later, because the peer expects them.
 void Pair::forget(const Receiver& buffer, uint64_t group) {
   const std::lock_guard<std::mutex> lock(m_);
-  drop_sends(buffer, group);
+  const auto is_buffer = [&](const Weak& weak) { return Alive(weak).operator->() == &buffer; };
   const auto forget = [&](Weak& weak) {
-    if (is_buffer(weak, buffer)) weak = {};
+    if (is_buffer(weak)) weak = {};
   };
   forget(rx_.ubuf);
   const auto group_state = group_states_.find(group);
-  if (group_state == group_states_.end()) return;
-  forget(group_state->second.listener);
-  for (auto& [slot, line] : group_state->second.slots) {
-    for (Part& part : line.receives) forget(part.buffer);
-  }
-}
-
-bool Pair::is_buffer(const Weak& weak, const Receiver& buffer) {
-  const Alive alive(weak);
-  return alive.operator->() == &buffer;
-}
-
-void Pair::drop_sends(const Receiver& buffer, uint64_t group) {
-  const auto group_state = group_states_.find(group);
   if (group_state != group_states_.end()) {
+    forget(group_state->second.listener);
     for (auto& [slot, line] : group_state->second.slots) {
-      line.sends.remove_if([&](const Part& part) { return is_buffer(part.buffer, buffer); });
+      line.sends.remove_if([&](const Part& part) { return is_buffer(part.buffer); });
+      for (Part& part : line.receives) forget(part.buffer);
     }
   }
   for (tcp::Op& op : tx_) {
-    if (!is_buffer(op.ubuf, buffer)) continue;
+    if (!is_buffer(op.ubuf)) continue;
     op.ubuf = {};
     if (op.nwritten == 0) continue;
     const size_t sent = std::max(op.nwritten, kHead) - kHead;

@@ -139,8 +139,6 @@ class Pair : public gloo::transport::tcp::Pair {
 
   void require_connected();
   static void count(const Weak& weak, int peer);
-  static bool is_buffer(const Weak& weak, const Receiver& buffer);
-  void drop_sends(const Receiver& buffer, uint64_t group);
   void put(size_t code, uint64_t group, uint64_t slot, const Part& part);
   bool send_held();
   void serve(bool served);

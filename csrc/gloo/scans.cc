@@ -25,21 +25,6 @@ void narrow(void* into, const float* from, size_t count) {
   for (size_t i = 0; i < count; ++i) values[i] = T::narrow(from[i]);
 }
 
-// Memory and buffers for the kDepth chunks that are sent to, or received from, one rank.
-class Pieces {
- public:
-  Pieces(Mesh& mesh, size_t bytes) : memory_(new char[kDepth * bytes]) {
-    for (size_t i = 0; i < kDepth; ++i) {
-      buffers_[i] = mesh.buffer(memory_.get() + i * bytes, bytes);
-    }
-  }
-  gloo::transport::UnboundBuffer& operator[](size_t c) { return *buffers_[c % kDepth]; }
-
- private:
-  std::unique_ptr<char[]> memory_;
-  Buffer buffers_[kDepth];
-};
-
 // For large arrays: each rank receives a chunk from the previous rank, reduces it with its own chunk, and
 // sends the result to the next rank. Each rank works one chunk behind the previous rank.
 class Chain {
@@ -57,8 +42,9 @@ class Chain {
         factor_(signature_.op == FL_AVG ? signature_.scale / terms_ : signature_.scale),
         item_(is_narrow_ ? sizeof(float) : signature_.itemsize),
         piece_(kChunkBytes / item_),
-        arriving_(mesh, kChunkBytes),
-        leaving_(mesh, kChunkBytes),
+        memory_(new char[2 * kDepth * kChunkBytes]),
+        arriving_(mesh.buffer(memory_.get(), kDepth * kChunkBytes)),
+        leaving_(mesh.buffer(memory_.get() + kDepth * kChunkBytes, kDepth * kChunkBytes)),
         wide_(is_narrow_ ? new float[piece_] : nullptr) {}
 
   void run() {
@@ -69,7 +55,7 @@ class Chain {
       combine(c);
     }
     for (size_t c = pieces - std::min(pieces, kDepth); has_next() && c < pieces; ++c) {
-      call_.waiter.sent(leaving_[c], rank_ + 1);
+      call_.waiter.sent(*leaving_, rank_ + 1);
     }
   }
 
@@ -78,7 +64,10 @@ class Chain {
   size_t count(size_t c) const { return std::min(piece_, signature_.count - c * piece_); }
   char* position(size_t c) const { return data_ + c * piece_ * signature_.itemsize; }
 
-  void receive(size_t c) { arriving_[c].recv(rank_ - 1, kPartSlot, 0, count(c) * item_); }
+  // Return the offset of chunk `c` in arriving_ and leaving_.
+  static size_t slot(size_t c) { return c % kDepth * kChunkBytes; }
+
+  void receive(size_t c) { arriving_->recv(rank_ - 1, kPartSlot, slot(c), count(c) * item_); }
 
   void reduce(double scale, void* into, const void* first, const void* second, size_t n) {
     const void* const from[] = {first, second};
@@ -89,18 +78,18 @@ class Chain {
     const size_t n = count(c);
     const void* before = nullptr;
     if (rank_ > 0) {
-      call_.waiter.received(arriving_[c], rank_ - 1);
-      before = arriving_[c].ptr;
+      call_.waiter.received(*arriving_, rank_ - 1);
+      before = static_cast<char*>(arriving_->ptr) + slot(c);
     }
     const void* own_data = position(c);
     if (is_narrow_) own_data = widened(own_data, n);
     const void* all = own_data;  // reduction of the chunks of ranks 0 to rank_
     if (has_next()) {
-      if (c >= kDepth) call_.waiter.sent(leaving_[c], rank_ + 1);
-      void* next = leaving_[c].ptr;
+      if (c >= kDepth) call_.waiter.sent(*leaving_, rank_ + 1);
+      void* next = static_cast<char*>(leaving_->ptr) + slot(c);
       rank_ > 0 ? reduce(1.0, next, before, own_data, n)
                 : static_cast<void>(std::memcpy(next, own_data, n * item_));
-      leaving_[c].send(rank_ + 1, kPartSlot, 0, n * item_);
+      leaving_->send(rank_ + 1, kPartSlot, slot(c), n * item_);
       all = next;
     } else if (terms_ == size_ && rank_ > 0) {
       return finish(c, before, own_data);
@@ -132,7 +121,8 @@ class Chain {
   const int dtype_, op_;
   const double factor_;
   const size_t item_, piece_;  // bytes per sent element, elements per chunk
-  Pieces arriving_, leaving_;
+  const std::unique_ptr<char[]> memory_;
+  const Buffer arriving_, leaving_;  // kDepth chunks each
   const std::unique_ptr<float[]> wide_;
 };
 

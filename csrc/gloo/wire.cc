@@ -8,10 +8,6 @@ namespace {
 constexpr size_t kMostWaiting = 1 << 20;
 constexpr size_t kSmall = 1 << 10;
 
-// Maximum number of polls before a thread waits for Gloo's thread. A polling thread reads the connections
-// itself. This saves the wake-ups of Gloo's thread and of the polling thread.
-constexpr int kPolls = 240;
-
 // Maximum number of ranks for which a thread polls all connections. With more ranks it polls only one peer.
 constexpr int kMostPolled = 8;
 
@@ -166,8 +162,6 @@ void GlooWire::rest(int peer, int polls) {
   });
   Links::rest(pairs, polls);
 }
-
-Patience GlooWire::patience() const { return {0, kPolls}; }
 
 // Events of pairs -------------------------------------------------------------------------------
 

@@ -114,11 +114,6 @@ void ShmGroup::abandon() noexcept {
   peers_.close_files();
 }
 
-ShmGroup::Result ShmGroup::failed(const Failure& failure) {
-  peers_.fail(failure);
-  return ended(failure);
-}
-
 bool ShmGroup::begin(const fl_signature& signature, const void* data, double seconds, const fl_site* site) {
   if (queued_.load(std::memory_order_relaxed) != 0 && !has_caught_up()) return false;
   if (port_.has_refusal()) return false;
@@ -156,15 +151,9 @@ Bytes ShmGroup::dispatch(const Request& call, InterruptCheck interrupt, const fl
 }
 
 Bytes ShmGroup::complete(const fl_signature& s, void* data, void* output, CallReport& report) {
-  const auto with_shapes = [&](Bytes received) {
-    if (received.data != nullptr) report.calls = collectives_.calls();
-    return received;
-  };
-  if (is_compared(s)) {
-    collectives_.barrier(s);
-    return shapes_are_wanted(s.verb) ? with_shapes(make_bytes(0)) : Bytes{};
-  }
-  return with_shapes(do_verb(collectives_, s, s.verb, data, output));
+  Bytes received = do_verb(collectives_, s, s, data, output);
+  if (received.data != nullptr) report.calls = collectives_.calls();
+  return received;
 }
 
 void* ShmGroup::add_region(std::shared_ptr<Mapping> mapping, size_t stride) {

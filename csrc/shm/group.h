@@ -83,7 +83,6 @@ class ShmGroup {
   ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, const std::vector<int>& ranks, uint32_t number);
   template <typename Body>
   Result guarded(Body body);
-  Result failed(const Failure& failure);
   static Result ended(const Failure& failure) {
     return ended_with(failure.status, {failure.what(), failure.missing, failure.report, {}});
   }
@@ -150,6 +149,7 @@ template <typename Body>
 ShmGroup::Result ShmGroup::guarded(Body body) {
   if (peers_.is_broken()) return ended(peers_.why_broken());
   CallReport report;
+  std::optional<Failure> failure;
   try {
     Bytes output = body(report);
     if (output.data == nullptr) return nullptr;
@@ -157,10 +157,12 @@ ShmGroup::Result ShmGroup::guarded(Body body) {
   } catch (const Mismatch& mismatch) {
     return ended_with(FL_MISMATCH, {mismatch.what(), {}, mismatch.report, {}});
   } catch (const Failure& caught) {
-    return failed(caught);
+    failure = caught;
   } catch (const std::exception& error) {  // out of memory; other ranks wait for this rank
-    return failed(peers_.explain(error.what()));
+    failure = peers_.explain(error.what());
   }
+  peers_.fail(*failure);
+  return ended(*failure);
 }
 
 }  // namespace fl

@@ -17,11 +17,7 @@ uint32_t chunks_of(size_t bytes, size_t chunk) {
 
 // Copy data to a slot, where other ranks read it.
 void Collectives::show(void* slot, const void* data, size_t bytes) const {
-  if (trial_.path == kThroughCaches) {
-    copy(slot, data, bytes);
-  } else {
-    stream_copy(slot, data, bytes);
-  }
+  (trial_.path == kThroughCaches ? copy : stream_copy)(slot, data, bytes);
 }
 
 void Collectives::wait_for_free_slot(uint32_t chunk) {

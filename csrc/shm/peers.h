@@ -76,7 +76,6 @@ class Peers : public Transport {
   // True if every rank has its own processor.
   bool may_spin() const { return patience_.spins > 0; }
 
-  void enforce_deadline() override {}
   void stop() override { stopped_.store(true, std::memory_order_relaxed); }
   // Close all pidfds: in a forked child, or after the last use.
   void close_files() noexcept;

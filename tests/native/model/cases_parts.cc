@@ -77,7 +77,6 @@ void crew(int) {
 }
 
 struct Nothing : fl::Transport {
-  void enforce_deadline() override {}
   void stop() override {}
   fl::Failure explain(const std::string& what) override { return {FL_FAILED, {}, what}; }
   void give_up(const fl::Failure&) noexcept override {}
