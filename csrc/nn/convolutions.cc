@@ -12,11 +12,8 @@
 
 namespace fl::nn {
 namespace {
-namespace convolving {
 #define FL_KERNELS "csrc/nn/convolutions.inc"
 #include "../common/each_set.inc"
-}  // namespace convolving
-using namespace convolving;
 }  // namespace
 
 // The argument `sizes` of these kernels contains the fields of Windows.

@@ -117,7 +117,7 @@ PyObject* kept_bytes_now(PyObject*, PyObject*) { return PyLong_FromSize_t(kept_b
 /* call(row, arrays, sizes, numbers): write the results, the first arrays. */
 PyObject* call(PyObject*, PyObject* args) {
   PyObject *address, *arrays, *sizes, *numbers;
-  char* memory[MOST_ARRAYS];
+  char* memory[MOST_ARRAYS] = {};
   int64_t size[MOST_SIZES];
   double number[MOST_NUMBERS];
   if (!PyArg_ParseTuple(args, "OOOO", &address, &arrays, &sizes, &numbers) ||

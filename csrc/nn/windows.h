@@ -1,7 +1,6 @@
 // Windows over images in NHWC order, from the sizes passed to kernels.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -14,7 +13,6 @@ struct Windows {
 
   explicit Windows(const int64_t* sizes) { std::memcpy(this, sizes, sizeof *this); }
 
-  int64_t positions() const { return batch * out_height * out_width; }
   int64_t in_group() const { return channels / groups; }
   int64_t out_group() const { return out_channels / groups; }
   int64_t area() const { return kernel_y * kernel_x; }
@@ -24,16 +22,6 @@ struct Windows {
     return stride_y == kernel_y && stride_x == kernel_x && out_height * kernel_y == height &&
            out_width * kernel_x == width && pad_y == 0 && pad_x == 0 && step_y == 1 && step_x == 1;
   }
-};
-
-// The range of a window's elements inside [0, size), along one axis. The window has `count` elements from
-// `at` on, `step` apart.
-struct Span {
-  int64_t begin, end;
-
-  Span(int64_t at, int64_t step, int64_t count, int64_t size)
-      : begin(at >= 0 ? 0 : std::min(step == 1 ? -at : (step - 1 - at) / step, count)),
-        end(size <= at ? 0 : std::min(step == 1 ? size - at : (size - at + step - 1) / step, count)) {}
 };
 
 }  // namespace fl::nn
