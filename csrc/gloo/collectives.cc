@@ -292,9 +292,10 @@ CallReport Collectives::report_of(uint32_t number) const {
   report.reset(size_);
   report.ago = calls_ - number;
   for (int r = 0; r < size_; ++r) {
-    if (r != rank_ && !has_arrived(number, r)) continue;
-    report.calls[r] = entry(r, number).call(number);
-    report.sites[r] = entry(r, number).text->site;
+    const Entry& from = number == calls_ ? latest(r) : entry(r, number);
+    if (r != rank_ && &from == &entry(r, number) && !has_arrived(number, r)) continue;
+    report.calls[r] = from.call(number);
+    report.sites[r] = from.text->site;
   }
   return report;
 }
