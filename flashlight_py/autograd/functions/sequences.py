@@ -129,7 +129,7 @@ def _by_arrays(kind: str, x: Array, constants: Sequence[Array]) -> tuple[Array, 
 
     def back(arrays: Sequence[Array], with_x: bool) -> Any:
         grad, _, w_hh, *_ = arrays
-        of_h, of_c, parts = xp.zeros_like(grad[:, 0]), grad[:, -1], []
+        of_h, of_c, parts = xp.zeros_like(grad[:, 0]), grad[:, -1], list[Array]()
         for t in reversed(range(len(backs))):
             part, of_h, of_c = backs[t](grad[:, t + 1] + of_h, of_c)
             of_h = part[:, : len(w_hh)] @ w_hh + of_h
