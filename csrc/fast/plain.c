@@ -295,7 +295,7 @@ static int make_result(PyObject *x, PyObject *out, const fl_signature *expected,
   return 1;
 }
 
-/* Read the arguments of verbs whose result is a separate array. */
+/* Read the arguments of a verb that returns a new array. */
 static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call *call) {
   fl_signature *s = &call->signature;
   const int is_root = rank == s->root;

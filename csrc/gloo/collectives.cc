@@ -152,10 +152,10 @@ void Collectives::announce(const fl_signature& signature, const fl_site& site, c
     // Rank r also waits for this rank if it waits for a rank that waits for all ranks.
     const Ranks needed = needed_by(r, signature);
     const bool is_awaited = needed.has(rank_) || (mode == kWaits && needed.count() > 0);
-    // In a tree, the root's header is awaited by its children. Other ranks send theirs with the forwarded data.
+    // In a tree, only the root's children wait for a header of this call. Others wait for forwarded data.
     const bool is_needed = in_tree ? rank_ == tree.root && tree.parent(r) == rank_ : is_awaited;
-    const auto haste = is_needed && mode == kWaits ? Pair::kNow
-                       : is_needed || calls_ % kHurryEvery == 0 ? Pair::kSoon : Pair::kLater;
+    auto haste = is_needed || calls_ % kHurryEvery == 0 ? Pair::kSoon : Pair::kLater;
+    if (is_needed && mode == kWaits) haste = Pair::kNow;
     ignore_if_left(r, [&] {
       mesh_.pair_with(r).call(mesh_.group, tag, {head, {source + give[r].begin, bytes}}, haste);
     });

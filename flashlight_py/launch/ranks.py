@@ -63,7 +63,7 @@ def file_meeting(file: str, port: int) -> dict[str, str]:
 def rank_environ(
     environ: Mapping[str, str], slot: Slot, size: int, restarts: int, meeting: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return ``environ`` with the rendezvous variables ``meeting`` and those of ``slot``."""
+    """Return ``environ`` with the rendezvous ``meeting`` and the rank numbers of ``slot``."""
     inherited = {name: value for name, value in environ.items() if name not in _RENDEZVOUS}
     return {
         **inherited,

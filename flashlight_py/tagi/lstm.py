@@ -332,8 +332,8 @@ class LSTM(BaseLayer):
         window: ``"recurrent"``: see above. ``"independent"``: every time step starts with h = c =
             0, as in pytagi 0.2.1, which treats the window as a batch.
 
-    The weights are those of f, i, g and o in this order, each ``[output_size, input_size +
-    output_size]``. The biases have the same order.
+    Weights and biases have the order f, i, g, o. Each weight has the shape ``[output_size,
+    input_size + output_size]``.
 
     Raises:
         ValueError: If a size is below 1, or ``init_method`` or ``window`` is unknown.

@@ -23,8 +23,8 @@ def capture(
 
     Arguments are arrays, variables without gradients, and values such as numbers. The step may read
     and write other arrays in place: arrays of modules, optimizers, meters and variables that the
-    function names (closures, defaults, globals, ``self``), also in containers. Results are new
-    variables, arrays and numbers, also in tuples, lists and dicts.
+    function names (closures, defaults, globals, ``self``). Results are new variables, arrays and
+    numbers, also in containers. If modules, optimizers or hooks change, the step is recorded again.
 
     If the step reads a computed value (``float(loss)``, ``if``) or uses an array that is neither an
     argument nor named, it stays eager: each call runs the Python code. One ``RuntimeWarning``

@@ -95,10 +95,11 @@ def recurrent(
 def _by_kernels(kind: str, x: Array, constants: Sequence[Array]) -> tuple[Array, Any]:
     """Return the states and the backward pass. ``constants``: weights, biases, first h, first c.
 
-    The states have shape ``[batch, time + 2, hidden]``: h before the first step, h after each step,
-    and the last c. The backward pass maps their gradient and ``constants`` to slopes, and to the
-    gradients of x (None: not computed), h and c. The slopes ``[batch * time, ...]`` are gradients
-    of v. For "gru", the gradient of u's part of n follows. Other gradients of u equal those of v.
+    The states ``[batch, time + 2, hidden]`` contain h before the first step, h after each step, and
+    the last c. The arguments of the backward pass are the gradient of the states, and
+    ``constants``. It returns slopes, and the gradients of x (None: not computed), h and c. The
+    slopes ``[batch * time, ...]`` are the gradient of v, which is also the gradient of u. For
+    "gru", n's part of u has another gradient, which follows.
     """
     (batch, time, features), (gates, hidden) = x.shape, constants[1].shape
     of_saved, width = {"tanh": (1, 1), "gru": (4, 4), "lstm": (5, 4)}[kind]
