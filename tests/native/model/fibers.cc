@@ -52,7 +52,7 @@ bool in_prepare = false;
 namespace {
 
 constexpr long kMostSteps = 20000;   // steps without an end: a livelock
-constexpr int64_t kTicks = 1000000;  // nanoseconds: waits up to this one only let time pass
+constexpr int64_t kTicks = 8000000;  // nanoseconds: the longest period of a Ticker; shorter waits only let time pass
 
 Bounds left;
 int waiting_to_begin = 0;
