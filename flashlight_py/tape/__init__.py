@@ -65,8 +65,7 @@ def capture(
         raise TypeError(f"capture: step must be callable, got {type(step).__name__}")
     roots = tuple(state or ())
     if any(hasattr(root, "__array_interface__") for root in roots):
-        expected = "state must have objects with arrays"
-        raise TypeError(f"capture: {expected}, got an array. Pass [[array]]")
+        raise TypeError("capture: state must be objects with arrays, got an array. Pass [[array]]")
     if _native.optional("tape", "captured steps stay eager, several times slower") is None:
 
         @functools.wraps(step)

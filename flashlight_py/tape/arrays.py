@@ -59,9 +59,10 @@ def map_items(value: Any, change: Callable[[Any], Any], only_tuples: bool = Fals
 def items_in(value: Any) -> list[Any]:
     """Return the items of nested tuples, lists and dicts, or [value] if it is none of these."""
     kind: Any = type(value)
-    if kind in (list, dict) or issubclass(kind, tuple):
-        return [x for part in (value.values() if kind is dict else value) for x in items_in(part)]
-    return [value]
+    if not (kind in (list, dict) or issubclass(kind, tuple)):
+        return [value]
+    items = value.values() if kind is dict else value
+    return [x for item in items for x in ([item] if type(item) in CONSTANT else items_in(item))]
 
 
 def arrays_in(value: Any) -> list[Array]:

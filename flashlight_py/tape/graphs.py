@@ -355,8 +355,7 @@ class Graphs:
     def _stay_eager(self, graph: Graph | None, reason: str) -> None:
         if graph is not None:
             graph.release()
-        problem = "another rank cannot capture it, or has captured other calls"
-        self.reason = reason or self.reason or problem
+        self.reason = reason or self.reason or "another rank cannot capture it, or not these calls"
 
     def _record(
         self, recorder: Recorder, key: Any, args: tuple[Any, ...], options: dict[str, Any],

@@ -384,6 +384,7 @@ class _Call:
         self._stand_ins.clear()
         stand_ins = [x for ref in self.recording.stand_ins if (x := ref()) is not None]
         replace_all(stand_ins, self._stood_for)
+        self.recording.notes.clear()  # before the garbage collector visits the objects in them
         return result
 
     def description(self, forget: Callable[[Any], None]) -> tuple[Any, ...]:

@@ -186,8 +186,8 @@ INVALID: list[tuple[Any, str]] = [
     (lambda x: x @ 2.0, "matmul: expected shapes with axes"),
     (lambda x: x @ x, "mismatch"),
     (lambda x: x + np.ones(3), "broadcast"),
-    (lambda x: F.gelu(x, "erf"), "'none', 'tanh', False or True, got 'erf'"),
-    (lambda x: nn.GELU("erf"), "'none', 'tanh', False or True, got 'erf'"),
+    (lambda x: F.gelu(x, "erf"), "'none', 'tanh' or a bool, got 'erf'"),
+    (lambda x: nn.GELU("erf"), "'none', 'tanh' or a bool, got 'erf'"),
     *[(lambda x, ratio=ratio: F.dropout(x, ratio), "at least 0 and below 1")
         for ratio in (-0.1, 1, 2.0, float("nan"))],
     (lambda x: entropy([0, 3]), r"targets of 0..2, or .* got target 3"),

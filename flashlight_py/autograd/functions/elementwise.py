@@ -188,7 +188,8 @@ def slope_of_relu(out: Array, zero: Any) -> Vjp:
         return lambda grad: kernels.relu_slope(grad, out)
 
     def vjp(grad: Array) -> Any:
-        if type(out) is np.ndarray and out.size > 8192:  # else NumPy is as fast as the call
+        # NumPy is as fast for few elements. A recorded kernel is one note, but needs more memory.
+        if (type(out) is np.ndarray) is (out.size > 8192):
             result = apply_elementwise("relu_back", grad, out, is_last=is_channels_last(out))
             if result is not None:
                 return result
@@ -329,9 +330,7 @@ _GELU = math.sqrt(2 / math.pi)
 def is_by_tanh(approximate: bool | str) -> bool:
     """Return whether ``approximate`` selects tanh. Raises ValueError if the value is unknown."""
     if approximate not in (False, True, "none", "tanh"):
-        raise ValueError(
-            f"gelu: approximate must be 'none', 'tanh', False or True, got {approximate!r}"
-        )
+        raise ValueError(f"gelu: approximate must be 'none', 'tanh' or a bool, got {approximate!r}")
     return approximate in (True, "tanh")
 
 
