@@ -199,6 +199,7 @@ def read_options() -> argparse.Namespace:
     parser = common_arguments("Time verbs between hosts.", [2, 4], "openmpi,torch")
     add = parser.add_argument
     add("--links", nargs="+", default=list(LINKS), choices=list(LINKS), metavar="LINK")
+    add("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), metavar="SHAPE")
     add("--sizes", type=int, nargs="+", help="bytes of each rank's argument")
     add("--verbs", nargs="+", choices=list(VERBS), metavar="VERB")
     return parser.parse_args()
@@ -217,8 +218,8 @@ def main() -> None:
     cases = [
         NetworkCase(link, shape, measure(options, conductor, link, shape))
         for link in options.links
-        for shape, counts in SHAPES.items()
-        if sum(counts) in options.ranks
+        for shape in options.shapes
+        if sum(SHAPES[shape]) in options.ranks
     ]
     for case in cases:
         show(case)

@@ -80,7 +80,8 @@ void Collectives::exchange_calls(Call& call, const void* data, const Parts& give
 // is moved and every rank raises.
 
 void Collectives::enter(Call& call, const void* data, const Parts& give) {
-  const uint32_t most_ahead = longest(give) > kFewBytes ? kFewAhead : kMostAhead;
+  const size_t bytes = std::max<size_t>(longest(give), 1);
+  const auto most_ahead = static_cast<uint32_t>(std::clamp<size_t>(kAheadBytes / bytes, 1, kMostAhead));
   while (calls_ + 1 - compared_ > most_ahead) compare_call(compared_ + 1);
   ++calls_;
   const Ranks needed = compares_at_once_ ? Ranks{0, size_} : needed_by(rank_, call.signature);

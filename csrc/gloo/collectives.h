@@ -86,13 +86,13 @@ class Collectives {
   // Maximum bytes of a payload in a header. A larger payload is sent after the header, because a copy into
   // the header would take longer.
   static constexpr size_t kInlineBytes = 65 << 10;
-  // kMostAhead: maximum number of calls between the last compared call and this rank's call, and kFewAhead:
-  // the number for a call with more than kFewBytes bytes of data. kTurns: number of stored calls per peer: a
-  // peer is ahead of this rank by at most kMostAhead calls.
-  static constexpr uint32_t kMostAhead = 127, kFewAhead = 31, kTurns = 2 * (kMostAhead + 1);
-  static constexpr size_t kFewBytes = 4 << 10;
+  // kMostAhead: maximum number of calls between the last compared call and this rank's call. It is smaller if
+  // receivers would have to store more than kAheadBytes. kTurns: number of stored calls per peer: a peer is
+  // ahead of this rank by at most kMostAhead calls.
+  static constexpr uint32_t kMostAhead = 1023, kTurns = 2 * (kMostAhead + 1);
+  static constexpr size_t kAheadBytes = 2 << 20;
   // Headers that no rank waits for are delayed (Pair::call), except in every kHurryEvery-th call.
-  static constexpr uint32_t kHurryEvery = 16;
+  static constexpr uint32_t kHurryEvery = 128;
   // How a rank makes a call: it waits for all other ranks (kWaits), or it may return before they call.
   enum WaitMode : uint32_t { kWaits, kRunsAhead };
   // Call and call site of a rank, sent in a header before its payload. Both ends store kTexts of them for each

@@ -156,7 +156,7 @@ Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Pa
   const size_t total = take.back().begin + take.back().bytes;
   Bytes output;
   const bool fits = room != nullptr && room->bytes == total;
-  if (!fits) output = make_bytes(total);
+  if (wanted && !fits) output = make_bytes(total);
   deliver(call, data, give, fits ? room->data : output.data.get(), take);
   return output;
 }

@@ -84,7 +84,7 @@ constexpr size_t kSend = tcp::Op::SEND_UNBOUND_BUFFER, kReady = tcp::Op::NOTIFY_
 constexpr size_t kHead = sizeof(tcp::Op::preamble);
 constexpr size_t kDiscardBytes = 64 << 10;
 constexpr size_t kBeyondBytes = 32 << 10;
-constexpr size_t kMostHeld = 4 << 10;  // maximum bytes of delayed packets
+constexpr size_t kMostHeld = 16 << 10;  // maximum bytes of delayed packets
 constexpr std::chrono::microseconds kGap{20};  // packets that follow sooner are sent together
 
 // True if a write cannot be repeated after `error`. If the peer has closed the connection, read() reports this
