@@ -9,7 +9,6 @@ import functools
 import importlib
 import inspect
 import os
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -391,101 +390,3 @@ def check_message_ring(rank: int, size: int, count: int) -> None:
     steps[first]()
     steps[1 - first]()
     assert_equal(y, values((rank - 1) % size, (count,), "float32"), f"{count} from before")
-
-
-Started = tuple[Any, Callable[[], Any], Array]  # work, getter of its result, expected result
-
-
-def numbers(rank: int, step: int, count: int) -> Array:
-    """Return whole numbers, whose sums are exact in any order."""
-    return np.random.default_rng([step, rank]).integers(0, 1000, count).astype(float)
-
-
-class RandomOperations:
-    """Random operations. All ranks draw the same steps, and each draws its own waits."""
-
-    def __init__(self, rank: int, size: int, seed: int) -> None:
-        self.rank, self.size = rank, size
-        self.shared, self.own = random.Random(seed), random.Random(1000 * seed + rank)
-        self.pending: list[Started] = []
-
-    def run(self, steps: int) -> None:
-        kinds = [self.all_reduce, self.broadcast, self.all_gather, self.all_to_all, self.barrier]
-        kinds += [self.reduce, self.exchange, *[self.message] * 4]
-        for step in range(steps):
-            count = self.shared.choice([0, 1, 10, 100, 2000, 20_000])
-            self.pending += self.shared.choice(kinds)(step, count)
-            while len(self.pending) > self.own.randrange(1, 12):
-                if not self.finish(self.own.randrange(len(self.pending)), 0.02):
-                    break
-        while self.pending:
-            self.finish(0, None)
-
-    def finish(self, index: int, timeout: float | None) -> bool:
-        """Wait for one of the pending operations. Return False if it is still running."""
-        started = self.pending.pop(index)
-        work, result, expected = started
-        try:
-            work.wait(timeout)
-        except fl.errors.CollectiveTimeoutError as error:
-            if "operation continues" not in str(error):
-                raise
-            self.pending.append(started)
-            return False
-        np.testing.assert_array_equal(result(), expected)
-        return True
-
-    def reduce(self, step: int, count: int) -> list[Started]:
-        """Run a blocking reduction while other operations are pending."""
-        x = fl.all_reduce(numbers(self.rank, step, count))
-        np.testing.assert_array_equal(x, sum(numbers(r, step, count) for r in range(self.size)))
-        return []
-
-    def exchange(self, step: int, count: int) -> list[Started]:
-        """Run a blocking exchange around a ring."""
-        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        got = np.empty(count)
-        fl.sendrecv(numbers(self.rank, step, count), after, out=got, src=before, tag=9)
-        np.testing.assert_array_equal(got, numbers(before, step, count))
-        return []
-
-    def all_reduce(self, step: int, count: int) -> list[Started]:
-        x = numbers(self.rank, step, count)
-        expected = sum(numbers(r, step, count) for r in range(self.size))
-        return [(fl.all_reduce(x, async_op=True), lambda: x, np.asarray(expected))]
-
-    def broadcast(self, step: int, count: int) -> list[Started]:
-        x, root = numbers(self.rank, step, count), self.shared.randrange(self.size)
-        return [(fl.broadcast(x, root, async_op=True), lambda: x, numbers(root, step, count))]
-
-    def all_gather(self, step: int, count: int) -> list[Started]:
-        work = fl.all_gather(numbers(self.rank, step, count + self.rank), async_op=True)
-        parts = [numbers(r, step, count + r) for r in range(self.size)]
-        return [(work, work.wait, np.concatenate(parts))]
-
-    def all_to_all(self, step: int, count: int) -> list[Started]:
-        work = fl.all_to_all(numbers(self.rank, step, count * self.size), async_op=True)
-        own_part = slice(count * self.rank, count * (self.rank + 1))
-        parts = [numbers(r, step, count * self.size)[own_part] for r in range(self.size)]
-        return [(work, work.wait, np.concatenate(parts))]
-
-    def message(self, step: int, count: int) -> list[Started]:
-        """Send between any two ranks, also to itself. There are three tags, so many tags are
-        equal."""
-        src, dst = self.shared.randrange(self.size), self.shared.randrange(self.size)
-        tag, x, started = self.shared.randrange(3), numbers(src, step, count), []
-        if self.rank == src:
-            started.append((fl.isend(x, dst, tag), lambda: x, x))
-        if self.rank == dst:
-            y = np.zeros(count)
-            started.append((fl.irecv(y, src, tag), lambda: y, x))
-        return started
-
-    def barrier(self, step: int, count: int) -> list[Started]:
-        fl.barrier()
-        return []
-
-
-def check_random_operations(rank: int, size: int, seed: int, steps: int) -> None:
-    RandomOperations(rank, size, seed).run(steps)
-    fl.sync_distributed()

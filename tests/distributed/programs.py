@@ -4,8 +4,10 @@ A call is plain data, which hypothesis can draw and shrink and which can be sent
 of every rank follows from the call and the rank, so any rank can compute all inputs.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,33 +139,55 @@ def is_whole(dtype: Any) -> bool:
 # Functions that run on the ranks ------------------------------------------------------------
 
 
-def run_program(rank: int, size: int, program: Sequence[Call]) -> None:
-    """Make every call and check each result before the next one."""
+Steps = Generator[None, None, Any]  # yields while an asynchronous call is open
+
+
+def run_program(rank: int, size: int, program: Sequence[Call], most_pending: int = 0) -> None:
+    """Make every call and check its result. Up to ``most_pending`` asynchronous calls stay open,
+    and each rank finishes them in an order of its own."""
     groups: dict[tuple[int, ...], fl.ProcessGroup] = {}
+    order, pending = random.Random(rank), []
     for call in program:
         if call.members not in groups:
             groups[call.members] = fl.new_group(call.members)
         group = groups[call.members]
         if group.is_member:
             print(call, flush=True)  # printed so that the log of a stuck rank ends with it
-            try:
-                _STEPS[call.verb](call, group)
-            except Exception as error:
-                raise AssertionError(f"rank {rank} of {size} in {call}") from error
+            pending.append(_run(call, group))
+            next(pending[-1], None)
+        while len(pending) > order.randint(0, most_pending):
+            index = order.randrange(len(pending))
+            if next(pending[index], "has ended"):
+                del pending[index]
+    for steps in pending:
+        for _ in steps:
+            pass
     for group in groups.values():
         group.close()
     fl.barrier()
+
+
+def _run(call: Call, group: fl.ProcessGroup) -> Steps:
+    try:
+        yield from _STEPS[call.verb](call, group) or ()
+    except Exception as error:
+        raise AssertionError(f"rank {group.rank} of {group.size} in {call}") from error
 
 
 def _out(call: Call, like: Array) -> Array | None:
     return with_layout(np.empty_like(like), call.layout) if call.op in ("max", "avg") else None
 
 
-def _result(call: Call, answer: Any) -> Any:
-    return answer.wait() if call.async_op else answer
+def _result(call: Call, answer: Any) -> Steps:
+    if not call.async_op:
+        return answer
+    while True:
+        yield  # other calls may follow
+        with contextlib.suppress(fl.errors.CollectiveTimeoutError):
+            return answer.wait(0.02)
 
 
-def _of_the_table(call: Call, group: fl.ProcessGroup) -> None:
+def _of_the_table(call: Call, group: fl.ProcessGroup) -> Steps:
     """Compare with the definition of the verb in the table, for equal or unequal parts."""
     verb, rank, size = (TABLE_VERBS | UNEVEN)[call.verb], group.rank, group.size
     options = {name: getattr(call, name) for name in ("op", "scale", "root") if name in verb.takes}
@@ -180,7 +204,8 @@ def _of_the_table(call: Call, group: fl.ProcessGroup) -> None:
     out = None if verb.in_place or expected is None else _out(call, expected)
     if out is not None:
         options["out"] = out
-    got = _result(call, getattr(fl, verb.name)(x, async_op=call.async_op, group=group, **options))
+    answer = getattr(fl, verb.name)(x, async_op=call.async_op, group=group, **options)
+    got = yield from _result(call, answer)
     assert got is x if verb.in_place else out is None or got is out
     if not verb.in_place:
         assert_equal(x, inputs[rank], "the argument stays")
@@ -207,7 +232,7 @@ def assert_reduced(call: Call, got: Array, expected: Array) -> None:
     np.testing.assert_allclose(got, expected, accuracy, accuracy, err_msg=repr(call))
 
 
-def _scatter(call: Call, group: fl.ProcessGroup) -> None:
+def _scatter(call: Call, group: fl.ProcessGroup) -> Steps:
     """Scatter an array in equal or unequal parts, or a list of parts."""
     is_uneven = call.verb in UNEVEN
     rows = [call.rows_for(r) if is_uneven else call.rows for r in range(group.size)]
@@ -224,24 +249,21 @@ def _scatter(call: Call, group: fl.ProcessGroup) -> None:
         out = np.empty(part.shape, part.dtype if call.async_op else machines)
     options: dict[str, Any] = {"rows": rows} if is_uneven else {}
     options |= {"out": out, "group": group, "async_op": call.async_op}
-    got = _result(call, fl.scatter(xs, call.root, **options))
+    got = yield from _result(call, fl.scatter(xs, call.root, **options))
     assert got is out or (out is None and got.dtype == machines), repr(call)
     assert_equal(got, part, repr(call))
 
 
-def _several(call: Call, group: fl.ProcessGroup) -> None:
+def _several(call: Call, group: fl.ProcessGroup) -> Steps:
     """Reduce arrays of several dtypes and lengths, some of them strided."""
     rank, size = group.rank, group.size
     lists = [[call.unequal(r), values(r, (3,), "int16"), call.array(r)] for r in range(size)]
     expected = [np.concatenate(arrays) for arrays in zip(*lists, strict=True)]
     outs = [None, np.empty_like(expected[1]), None] if call.layout == "fortran" else None
     inputs = [with_layout(array, "contiguous") for array in lists[rank]]
-    gathered = _result(call, fl.all_gather(inputs, out=outs, async_op=call.async_op, group=group))
-    assert outs is None or gathered[1] is outs[1]
-    for got, array in zip(gathered, expected, strict=True):
-        assert_equal(got, array, repr(call))
+    gathered = fl.all_gather(inputs, out=outs, async_op=call.async_op, group=group)
     wide = [values(r, (2 * size, call.width), call.dtype) for r in range(size)]
-    answer = fl.reduce_scatter(
+    reduced = fl.reduce_scatter(
         (wide[rank], wide[rank][:size]),
         scale=call.scale,
         op=call.op,
@@ -249,12 +271,16 @@ def _several(call: Call, group: fl.ProcessGroup) -> None:
         async_op=call.async_op,
         group=group,
     )
-    for rows, part in zip((2, 1), _result(call, answer), strict=True):
+    gathered, reduced = (yield from _result(call, gathered)), (yield from _result(call, reduced))
+    assert outs is None or gathered[1] is outs[1]
+    for got, array in zip(gathered, expected, strict=True):
+        assert_equal(got, array, repr(call))
+    for rows, part in zip((2, 1), reduced, strict=True):
         parts = [array[rows * rank : rows * (rank + 1)] for array in wide]
         assert_reduced(call, part, combine_arrays(parts, call.op, call.scale, flat=True))
 
 
-def _all_to_all_uneven(call: Call, group: fl.ProcessGroup) -> None:
+def _all_to_all_uneven(call: Call, group: fl.ProcessGroup) -> Steps:
     size, rank = group.size, group.rank
     table = [[call.rows_between(s, d) for d in range(size)] for s in range(size)]
     everyone = [call.array(s, sum(table[s])) for s in range(size)]
@@ -265,7 +291,7 @@ def _all_to_all_uneven(call: Call, group: fl.ProcessGroup) -> None:
     answer = fl.all_to_all(
         x, rows=table[rank], out=out, async_op=call.async_op, group=group, return_rows=rank % 2 == 0
     )
-    got = _result(call, answer)
+    got = yield from _result(call, answer)
     if rank % 2 == 0:
         got, received_rows = got
         assert received_rows == [table[source][rank] for source in range(size)], repr(call)
@@ -282,7 +308,7 @@ def _sendrecv(call: Call, group: fl.ProcessGroup) -> None:
     assert_equal(out, expected, repr(call))
 
 
-def _crossing_messages(call: Call, group: fl.ProcessGroup) -> None:
+def _crossing_messages(call: Call, group: fl.ProcessGroup) -> Steps:
     """Exchange two messages with every rank and itself, and receive them in another order."""
     size, rank = group.size, group.rank
     outs = {
@@ -297,7 +323,9 @@ def _crossing_messages(call: Call, group: fl.ProcessGroup) -> None:
     ]
     receives = [fl.P2POp("recv", out, peer, tag) for (peer, tag), out in outs.items()]
     ops = sends + receives if call.async_op else receives + sends
-    fl.batch_isend_irecv(ops, group=group).wait()
+    work = fl.batch_isend_irecv(ops, group=group)
+    yield
+    work.wait()
     for (peer, _), out in outs.items():
         assert_equal(out, call.array(peer), repr(call))
 
@@ -327,7 +355,7 @@ def _barrier(call: Call, group: fl.ProcessGroup) -> None:
     fl.barrier(group=group)
 
 
-_STEPS: dict[str, Callable[[Call, fl.ProcessGroup], None]] = {
+_STEPS: dict[str, Callable[[Call, fl.ProcessGroup], Steps | None]] = {
     **dict.fromkeys((*TABLE_VERBS, *UNEVEN), _of_the_table),
     **dict.fromkeys(("scatter", "scatter_uneven"), _scatter),
     "several": _several,
