@@ -265,7 +265,7 @@ class _Rules:
     def _loops(self, function: Any, types: tuple[int, ...], *arrays: Array) -> None:
         need(types or _tape.has_loop(function))
         if arrays[-1].size:
-            dimensions, steps = _walk(*[(x.shape, x.strides, x.itemsize) for x in arrays])
+            dimensions, steps = _walk(arrays)
             need(len(dimensions) <= _MOST_DIMENSIONS)
             need(not types or _has_bits_of_numpy(function, arrays, steps))
             self._loop(function, types, arrays, dimensions, steps)
@@ -442,46 +442,23 @@ def _dtypes(ufunc: np.ufunc, *inputs: Any) -> tuple[np.dtype[Any], ...]:
     return dtypes
 
 
-@_cached
-def _walk(*layouts: tuple[Shape, Shape, int]) -> tuple[Shape, Steps]:
-    """Return the shape of a loop over all elements, and for each operand its strides.
+def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
+    """Return the shape of a loop over all elements, and for each array its strides.
 
-    ``layouts``: shape, strides and size of an element of each operand, the result last. Dimensions
-    are merged if possible, and sorted by stride unless operands need different orders.
+    The last array is the result. NumPy merges dimensions if possible, and sorts them by stride
+    unless arrays need different orders. It would reverse negative strides, but not in order "C".
     """
-    shape, ndims = layouts[-1][0], [len(layout[0]) for layout in layouts]
-    if math.prod(shape) == 1:  # NumPy calls its loop once, with the strides below
-        if len({*ndims} - {0}) > 1:
-            return (1,), ((0,),) * len(layouts)
-        steps = [by[0] if len(by) == 1 else len(by) and size for _, by, size in layouts[:-1]]
-        last = layouts[-1][1][0] if ndims[-1] == 1 else layouts[-1][2]
-        return (1,), tuple([(step,) for step in (*steps, last)])
-    need(max(ndims) == len(shape))
-    strides = [
-        (*[0] * (len(shape) - len(extents)), *map(operator.mul, by, (n > 1 for n in extents)))
-        for extents, by, _ in layouts
-    ]
-    axes: list[tuple[int, Shape]] = []  # smallest strides first
-    by_axis = zip(shape, zip(*strides, strict=True), strict=True)
-    for new in reversed([axis for axis in by_axis if axis[0] > 1]):
-        index = len(axes)
-        for at in reversed(range(len(axes))):
-            both = zip(new[1], axes[at][1], strict=True)
-            is_slower = [abs(step) >= abs(other) for step, other in both if step and other]
-            if any(is_slower):
-                break
-            if is_slower:
-                index = at
-        axes.insert(index, new)
-    loops = [axes[0]]
-    for extent, slower in axes[1:]:
-        inner, faster = loops[0]
-        if all(step == one * inner for step, one in zip(slower, faster, strict=True)):
-            loops[0] = extent * inner, faster
-        else:
-            loops.insert(0, (extent, slower))
-    dimensions, by_dimension = zip(*loops, strict=True)
-    return dimensions, tuple(zip(*by_dimension, strict=True))
+    out = arrays[-1]
+    if out.size == 1:  # NumPy calls its loop once, with these strides
+        several = len({x.ndim for x in arrays} - {0}) > 1
+        steps = [x.strides[0] if x.ndim == 1 else x.ndim and x.itemsize for x in arrays]
+        steps[-1] = steps[-1] or out.itemsize
+        return (1,), tuple([(0 if several else step,) for step in steps])
+    is_reversed = any(step < 0 for x in arrays for step in x.strides)
+    walk = np.nditer(arrays, [], [["readonly"]] * len(arrays), order="C" if is_reversed else "K")
+    need(walk.itersize == out.size)
+    views = walk.itviews
+    return views[-1].shape, tuple([view.strides for view in views])
 
 
 def _has_bits_of_numpy(function: Any, arrays: Sequence[Array], steps: Steps) -> bool:

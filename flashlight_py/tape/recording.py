@@ -132,8 +132,7 @@ class Recording(Watcher):
         self._memory = _tape.new_memory()
         self._numbers: set[int] = set()  # numbers of the memory in ``made``
         self._constants: dict[Any, tuple[bytes, Array]] = {}
-        self.constants: list[Any] = []  # dtype, shape and bytes of each constant
-        self.lines: list[str] = []  # for each constant, the line that uses it
+        self.constants: list[Any] = []  # of each: the line that uses it, dtype, shape and bytes
         self.stand_ins: list[weakref.ref[Any]] = []
         self.pending: set[Later] = set()  # started operations that the step has not waited for
         self._draws, self._swap, self._fields = Draws(), swap, fields
@@ -291,8 +290,7 @@ class Recording(Watcher):
         bits = array.tobytes()
         if key not in self._constants or self._constants[key][0] != bits:
             self._constants[key] = bits, array.copy(order="K")
-            self.constants.append((array.dtype.str, array.shape, bits))
-            self.lines.append(line_of_user())
+            self.constants.append((line_of_user(), array.dtype.str, array.shape, bits))
         return self._constants[key][1]
 
     def is_made(self, array: Array) -> bool:
@@ -511,12 +509,11 @@ class CtrlC:
     The start and the end of a recording therefore complete. Only the main thread handles signals.
     """
 
-    def __init__(self) -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        self._handler: Any = signal.getsignal(signal.SIGINT) if is_main else None
-        self._waits, self._was_pressed = True, False
+    _waits, _was_pressed = True, False
 
     def __enter__(self) -> CtrlC:
+        is_main = threading.current_thread() is threading.main_thread()
+        self._handler: Any = signal.getsignal(signal.SIGINT) if is_main else None
         if callable(self._handler):
             signal.signal(signal.SIGINT, self._handle)
         return self

@@ -224,7 +224,8 @@ class State:
 
     def _note_value(self, holder: Any, key: Any, path: Any, value: Any, via: int = _HELD) -> None:
         """Add ``value`` to the state, to visit it later. ``via``: _REPORTED, _HELD or _NAMED."""
-        kind, arrays = self._kind(value), plain_arrays(value)
+        kind = self._kind(value)
+        arrays = plain_arrays(value) if kind in ("array", State._visit_items) else []
         is_followed = callable(kind)
         if is_followed:
             is_container = kind is State._visit_items

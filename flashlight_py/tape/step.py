@@ -141,9 +141,8 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             # Results of calls without arrays are constants if they are equal in two recordings.
             constants = recording.constants
             if constants and constants not in self._constants:
-                before, lines = [*self._constants, []][0][: len(constants)], recording.lines
-                pairs = zip(lines, zip_longest(constants, before), strict=True)
-                line = next((line for line, (x, y) in pairs if x != y), lines[-1])
+                pairs = zip_longest(constants, [*self._constants, []][0][: len(constants)])
+                line = next((x[0] for x, y in pairs if x != y), constants[-1][0])
                 self._constants = [constants, *self._constants][:_MOST_PROGRAMS]
                 if not recording.left:
                     call.is_to_be_continued = True
