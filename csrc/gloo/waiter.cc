@@ -23,19 +23,6 @@ Watch::~Watch() {
   thread_.join();
 }
 
-void Watch::add(Waiter& waiter) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  waiters_.push_back(&waiter);
-  if (ticking_) return;
-  ticking_ = true;
-  changed_.notify_one();
-}
-
-void Watch::remove(Waiter& waiter) noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  waiters_.erase(std::find(waiters_.begin(), waiters_.end(), &waiter));
-}
-
 void Watch::soon(std::function<void()> chore) {
   const std::lock_guard<std::mutex> lock(mutex_);
   chores_.push_back(std::move(chore));
@@ -100,14 +87,10 @@ void Connections::wake_concerned() noexcept {
 
 Waiter::Waiter(Connections& connections, Clock::time_point deadline, InterruptCheck interrupt)
     : connections_(connections), deadline_(deadline), interrupt_(interrupt) {
-  watch_.add(*this);
   current_ = this;
 }
 
-Waiter::~Waiter() {
-  current_ = outer_;
-  watch_.remove(*this);
-}
+Waiter::~Waiter() { current_ = outer_; }
 
 thread_local Waiter* Waiter::current_ = nullptr;
 
@@ -148,6 +131,8 @@ void Waiter::wait(gloo::transport::UnboundBuffer& buffer, int peer, const WaitFu
 void Waiter::enter(gloo::transport::UnboundBuffer& buffer, int peer, Abort abort) {
   const std::lock_guard<std::mutex> lock(watch_.mutex_);
   if (connections_.reason_) throw Failure(*connections_.reason_);
+  watch_.waiters_.push_back(this);
+  if (!std::exchange(watch_.ticking_, true)) watch_.changed_.notify_one();
   ++Pair::sleepers;
   buffer_ = &buffer;
   abort_ = abort;
@@ -157,16 +142,14 @@ void Waiter::enter(gloo::transport::UnboundBuffer& buffer, int peer, Abort abort
 void Waiter::leave() noexcept {
   const std::lock_guard<std::mutex> lock(watch_.mutex_);
   --Pair::sleepers;
-  buffer_ = nullptr;
+  std::vector<Waiter*>& waiters = watch_.waiters_;
+  waiters.erase(std::find(waiters.begin(), waiters.end(), this));
 }
 
 // Requires the watch's mutex. If the wait has ended, this wakes the next wait, which then waits again.
-void Waiter::wake() noexcept {
-  if (buffer_ != nullptr) (buffer_->*abort_)();
-}
+void Waiter::wake() noexcept { (buffer_->*abort_)(); }
 
 bool Waiter::is_concerned(Clock::time_point now) const {
-  if (buffer_ == nullptr) return false;
   return connections_.reason_ || interrupt_ != nullptr || now >= deadline_ || connections_.is_lost(peer_);
 }
 

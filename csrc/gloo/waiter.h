@@ -30,8 +30,6 @@ class Watch {
  private:
   friend class Connections;
   friend class Waiter;
-  void add(Waiter& waiter);
-  void remove(Waiter& waiter) noexcept;
   void work();
   void do_chores(std::unique_lock<std::mutex>& lock);
   void wake_concerned();
@@ -39,7 +37,7 @@ class Watch {
   mutable std::mutex mutex_;
   mutable std::condition_variable ended_;
   std::condition_variable changed_;
-  std::vector<Waiter*> waiters_;
+  std::vector<Waiter*> waiters_;  // that wait now
   std::vector<std::function<void()>> chores_;
   bool closing_ = false;
   bool ticking_ = false;

@@ -4,6 +4,7 @@ Also calls that are only compared (``Call.compared``), for libraries that compar
 """
 
 import contextlib
+import itertools
 import math
 import os
 import signal
@@ -250,7 +251,7 @@ def test_call_that_raises_an_old_mismatch_sends_no_data(rank: int, size: int, ve
     """Ranks differ in a call from which the root returns early. Check which later calls raise."""
     call = VERBS[verb][0]
     mismatch_error(lambda: fl.broadcast(np.zeros(3 + (rank > 0))))
-    tell(rank, (0, 1), (1, 2), (2, 0))  # all ranks have called
+    tell(rank, *itertools.permutations(range(size), 2))  # after the headers of all calls
     errors = [mismatch_error(lambda: call(np.full(3, rank + 1.0))) for _ in range(40)]
     assert late_mismatch() == ""  # all ranks have been notified
     numbers, message = [n for n, error in enumerate(errors) if error], "".join(errors)
