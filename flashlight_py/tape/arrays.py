@@ -39,6 +39,7 @@ def compute(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
 
 
 CONSTANT = {int, float, complex, bool, str, type(None), np.ufunc, FunctionType}
+_LEAVES = {*CONSTANT, np.ndarray}
 
 
 def map_items(value: Any, change: Callable[[Any], Any], only_tuples: bool = False) -> Any:
@@ -47,7 +48,10 @@ def map_items(value: Any, change: Callable[[Any], Any], only_tuples: bool = Fals
     if kind in CONSTANT:
         return value
     if issubclass(kind, tuple) or (kind is list and not only_tuples):
-        changed = [map_items(item, change, only_tuples) for item in value]
+        changed = [
+            item if type(item) in CONSTANT else map_items(item, change, only_tuples)
+            for item in value
+        ]
         # A tuple without changes is returned itself: some tuple types cannot be created from items.
         is_same = kind is not list and all(map(operator.is_, changed, value))
         return value if is_same else getattr(kind, "_make", kind)(changed)
@@ -62,7 +66,7 @@ def items_in(value: Any) -> list[Any]:
     if not (kind in (list, dict) or issubclass(kind, tuple)):
         return [value]
     items = value.values() if kind is dict else value
-    return [x for item in items for x in ([item] if type(item) in CONSTANT else items_in(item))]
+    return [x for item in items for x in ([item] if type(item) in _LEAVES else items_in(item))]
 
 
 def arrays_in(value: Any) -> list[Array]:

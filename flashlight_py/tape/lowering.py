@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from flashlight_py import _native, libraries
 from flashlight_py.autograd.native import Kernel
@@ -118,7 +119,8 @@ class Memory:
         return operand
 
     def with_operands(self, note: Note) -> Note:
-        arrays = [*note.made, *note.changed, *arrays_in((note.args, note.options, note.required))]
+        values = (*note.args, *note.options.values(), note.required)
+        arrays = [*note.made, *note.changed, *arrays_in(values)]
         note.operands = [self._operands.get(id(array)) or self.of(array) for array in arrays]
         return note
 
@@ -265,7 +267,7 @@ class _Rules:
     def _loops(self, function: Any, types: tuple[int, ...], *arrays: Array) -> None:
         need(types or _tape.has_loop(function))
         if arrays[-1].size:
-            dimensions, steps = _walk(arrays)
+            dimensions, steps = _walk(*[(x.shape, x.strides, x.itemsize) for x in arrays])
             need(len(dimensions) <= _MOST_DIMENSIONS)
             need(not types or _has_bits_of_numpy(function, arrays, steps))
             self._loop(function, types, arrays, dimensions, steps)
@@ -442,21 +444,25 @@ def _dtypes(ufunc: np.ufunc, *inputs: Any) -> tuple[np.dtype[Any], ...]:
     return dtypes
 
 
-def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
+@_cached
+def _walk(*layouts: tuple[Shape, Shape, int]) -> tuple[Shape, Steps]:
     """Return the shape of a loop over all elements, and for each array its strides.
 
-    The last array is the result. NumPy merges dimensions if possible, and sorts them by stride
-    unless arrays need different orders. It would reverse negative strides, but not in order "C".
+    ``layouts``: shape, strides and size of an element of each array, the result last. NumPy merges
+    dimensions if possible, and sorts them by stride unless arrays need different orders. It would
+    reverse negative strides, but not in order "C".
     """
-    out = arrays[-1]
-    if out.size == 1:  # NumPy calls its loop once, with these strides
-        several = len({x.ndim for x in arrays} - {0}) > 1
-        steps = [x.strides[0] if x.ndim == 1 else x.ndim and x.itemsize for x in arrays]
-        steps[-1] = steps[-1] or out.itemsize
+    size, ndims = math.prod(layouts[-1][0]), [len(shape) for shape, *_ in layouts]
+    if size == 1:  # NumPy calls its loop once, with these strides
+        several = len({*ndims} - {0}) > 1
+        steps = [by[0] if len(by) == 1 else len(by) and itemsize for _, by, itemsize in layouts]
+        steps[-1] = steps[-1] or layouts[-1][2]
         return (1,), tuple([(0 if several else step,) for step in steps])
-    is_reversed = any(step < 0 for x in arrays for step in x.strides)
+    # The iterator does not read the elements, most of which do not exist.
+    arrays = [as_strided(np.empty((), f"V{n}"), shape, by) for shape, by, n in layouts]
+    is_reversed = any(step < 0 for _, by, _ in layouts for step in by)
     walk = np.nditer(arrays, [], [["readonly"]] * len(arrays), order="C" if is_reversed else "K")
-    need(walk.itersize == out.size)
+    need(walk.itersize == size)
     views = walk.itviews
     return views[-1].shape, tuple([view.strides for view in views])
 

@@ -164,7 +164,7 @@ class Recording(Watcher):
         plain_args, noted_args = self._both(args)
         plain_options, noted_options = options, options
         outs: tuple[Any, ...] = ()
-        if options:
+        if not tape_arrays.CONSTANT.issuperset(map(type, options.values())):
             out = options.get("out")
             outs = out if type(out) is tuple else () if out is None else (out,)
             options = options if len(outs) != 1 else {**options, "out": outs[0]}

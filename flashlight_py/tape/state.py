@@ -270,8 +270,9 @@ class State:
             if name == "enabled":  # a loss scale does not report that it changes
                 self._compare(members, name, of, value)
             if has_numbers or name == "enabled":
-                items = parts(value) if kind is State._visit_items else [(members, name, value)]
+                items = parts(value) if kind is State._visit_items else ()
                 numbers = [repr(x) for *_, x in items[:_MANY] if self._kind(x) == "simple"]
+                numbers += [repr(value)] if kind == "simple" else ()
                 self._structure += numbers if kind != "other" else [_mark(value)]
                 self.numbers.append((of, numbers))
 
