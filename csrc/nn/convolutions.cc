@@ -21,7 +21,6 @@ const Row convolutions[] = {
     FL_BOTH("conv_forward", "0456 0123 6378/f 6", forward),
     FL_BOTH("conv_to_input", "0123 0456 6378/f", to_input),
     FL_BOTH("conv_to_weight", "6378/f 0456 0123", to_weight),
-    FL_BOTH("conv_to_bias", "6 0456", to_bias),
     {nullptr, nullptr, nullptr}};
 
 }  // namespace fl::nn

@@ -4,12 +4,13 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "nn.h"
 
 namespace fl::nn {
 namespace {
-enum { GELU, GELU_BY_TANH, SILU, SIGMOID, SOFTPLUS, ELU, LEAKY_RELU, RELU };
+enum { GELU, GELU_BY_TANH, SILU, SIGMOID, ERF, SOFTPLUS, ELU, LEAKY_RELU, RELU };
 enum { VALUE, VALUE_AND_SLOPE, GRADIENT };
 #define FL_KERNELS "csrc/nn/elements.inc"
 #include "../common/each_set.inc"
@@ -25,6 +26,7 @@ const Row elements[] = {FL_BOTH("take_rows", "01 21 I0", take_rows),
                         FL_MAPPED("gelu_by_tanh", GELU_BY_TANH),
                         FL_MAPPED("silu", SILU),
                         FL_MAPPED("sigmoid", SIGMOID),
+                        FL_MAPPED("erf", ERF),
                         FL_MAPPED("softplus", SOFTPLUS),
                         FL_MAPPED("elu", ELU),
                         FL_MAPPED("leaky_relu", LEAKY_RELU),

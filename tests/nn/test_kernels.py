@@ -355,7 +355,6 @@ RESIZED: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "attention": (F.attention, (*HEADS, MAY)),
     "self_attention": FUNCTIONS["self_attention"],
     "conv2d": (lambda x: F.conv2d(x, fl.param(FILTERS)), (ONE_CHANNEL,)),
-    "pool2d": (lambda x: F.pool2d(x, 3), (ONE_CHANNEL,)),
 }
 
 

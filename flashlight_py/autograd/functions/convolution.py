@@ -6,7 +6,7 @@ a native kernel, array operations compute one matrix product per element of the 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +18,7 @@ from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.native import channels_last, channels_second, kernel
 from flashlight_py.autograd.precision import as_floating, as_half
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
-from flashlight_py.device import Array, array_module, as_packed, narrowed, widened
+from flashlight_py.device import Array, array_module, as_packed, narrowed, total, widened
 
 Pair: TypeAlias = int | tuple[int, int]
 _Two: TypeAlias = tuple[int, int]
@@ -105,12 +105,8 @@ def conv2d(
     kept = filters if weight.placement is None else None
     shape = weight.shape
 
-    def weight_vjp(grad: Array) -> Array:
+    def weight_vjp(grad: Array) -> Any:
         return _compute("conv_to_weight", _to_weight, w, shape, _rows(grad), images)
-
-    def bias_vjp(grad: Array) -> Array:
-        rows = _rows(grad)
-        return _compute("conv_to_bias", lambda _, rows: rows.sum((0, 1, 2)), w, shape[:1], rows)
 
     def x_vjp(grad: Array) -> Array:
         filters = as_packed(_read(weight, dtype)) if kept is None else kept
@@ -120,7 +116,7 @@ def conv2d(
     # Parameters come first: their hooks run before the input's gradient is computed.
     edges: list[tuple[Variable, Vjp]] = [(weight, weight_vjp), (x, x_vjp)]
     if bias is not None:
-        edges.insert(1, (bias, bias_vjp))
+        edges.insert(1, (bias, lambda grad: total(_rows(grad), (0, 1, 2))))
     return record_all(channels_second(out).astype(dtype, copy=False), edges)
 
 
@@ -144,7 +140,7 @@ def conv_transpose2d(
     rows, filters = _rows(_read(x, dtype)), as_packed(_read(weight, dtype))
     out = channels_second(_compute("conv_to_input", _to_input, w, w.inputs, rows, filters))
 
-    def weight_vjp(grad: Array) -> Array:
+    def weight_vjp(grad: Array) -> Any:
         return _compute("conv_to_weight", _to_weight, w, weight.shape, rows, _rows(grad))
 
     def x_vjp(grad: Array) -> Array:
@@ -193,12 +189,14 @@ def pool2d(
         return w.sum_parts((share for _ in w.places()), grad)
 
     name, otherwise = ("largest", _largest) if mode == "max" else (f"mean{of_all}", mean)
-    out = _compute(f"pool_{name}", otherwise, w, w.outputs, images)
+    dtypes = images.dtype, *[np.dtype(f"i{images.itemsize}")] * (mode == "max")
+    made = _compute(f"pool_{name}", otherwise, w, w.outputs, images, dtypes=dtypes)
+    out, *kept = made if mode == "max" else (made,)
 
     def vjp(grad: Array) -> Array:
         args: Any = f"pool_spread_mean{of_all}", spread_mean, w, w.inputs, _rows(grad)
         if mode == "max":
-            args = "pool_spread_largest", _spread_largest, *args[2:], images, out
+            args = "pool_spread_largest", _spread_largest, *args[2:], *kept
         return channels_second(_compute(*args))
 
     return record(narrowed(channels_second(out), x.data), (x, vjp))
@@ -214,12 +212,14 @@ def _rows(images: Array) -> Array:
 
 
 def _compute(
-    name: str, otherwise: Callable[..., Array], w: _Windows, shape: tuple[int, ...], *arrays: Any
-) -> Array:
-    native, dtype = kernel(name, arrays[0]), arrays[0].dtype
+    name: str, otherwise: Any, w: _Windows, shape: tuple[int, ...], *arrays: Any, dtypes: Any = ()
+) -> Any:
+    """Return an array, or one array for each of ``dtypes``."""
+    native = kernel(name, arrays[0])
     if native is None:
         return otherwise(w, *arrays)
-    return native(((shape, dtype),), w.numbers, (), *arrays)  # type: ignore[no-any-return]
+    made = [(shape, dtype) for dtype in dtypes or (arrays[0].dtype,)]
+    return native(made, w.numbers, (), *arrays)
 
 
 def _by_groups(array: Array, w: _Windows) -> Array:
@@ -256,8 +256,9 @@ def _to_weight(w: _Windows, grad: Array, images: Array) -> Array:
     return result
 
 
-def _largest(w: _Windows, images: Array) -> Array:
-    return reduce(array_module(images).maximum, (part for _, part in w.taken(images, -np.inf)))
+def _largest(w: _Windows, images: Array) -> tuple[Array, Array, Array]:
+    out = reduce(array_module(images).maximum, (part for _, part in w.taken(images, -np.inf)))
+    return out, images, out  # `images` and `out` are arguments of _spread_largest
 
 
 def _spread_largest(w: _Windows, grad: Array, images: Array, out: Array) -> Array:

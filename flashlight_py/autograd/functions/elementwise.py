@@ -124,46 +124,41 @@ def _limit(name: str, x: Variable, y: Variable) -> Variable:
     return record_pair(out, x, lambda grad: share(grad, p), y, lambda grad: share(grad, q))
 
 
+def _mapped(name: str, x: Variable, vjp: Any, of_result: bool = False) -> Variable:
+    """Return NumPy's function ``name`` of ``x``. ``vjp(xp, a, grad)`` gets ``x`` or the result."""
+    xp = array_module(x.data)
+    out = getattr(xp, name)(x.data)
+    return record(out, (x, partial(vjp, xp, out if of_result else x.data)))
+
+
 def exp(x: Input) -> Variable:
     """Return e to the power of ``x``."""
-    x = as_float32(x)
-    out = array_module(x.data).exp(x.data)
-    return record(out, (x, lambda grad: grad * out))
+    return _mapped("exp", as_float32(x), lambda xp, out, grad: grad * out, True)
 
 
 def log(x: Input) -> Variable:
     """Return the natural logarithm."""
-    x = as_float32(x)
-    array = x.data
-    return record(array_module(array).log(array), (x, lambda grad: grad / array))
+    return _mapped("log", as_float32(x), lambda xp, a, grad: grad / a)
 
 
 def sqrt(x: Input) -> Variable:
     """Return the square root."""
-    x = as_variable(x)
-    out = array_module(x.data).sqrt(x.data)
-    return record(out, (x, lambda grad: grad / (out + out)))
+    return _mapped("sqrt", as_variable(x), lambda xp, out, grad: grad / (out + out), True)
 
 
 def sin(x: Input) -> Variable:
     """Return the sine of an angle in radians."""
-    x = as_variable(x)
-    array, xp = x.data, array_module(x.data)
-    return record(xp.sin(array), (x, lambda grad: grad * xp.cos(array)))
+    return _mapped("sin", as_variable(x), lambda xp, a, grad: grad * xp.cos(a))
 
 
 def cos(x: Input) -> Variable:
     """Return the cosine of an angle in radians."""
-    x = as_variable(x)
-    array, xp = x.data, array_module(x.data)
-    return record(xp.cos(array), (x, lambda grad: -grad * xp.sin(array)))
+    return _mapped("cos", as_variable(x), lambda xp, a, grad: -grad * xp.sin(a))
 
 
 def tanh(x: Input) -> Variable:
     """Return the hyperbolic tangent."""
-    x = as_variable(x)
-    out = array_module(x.data).tanh(x.data)
-    return record(out, (x, lambda grad: grad * (1 - out * out)))
+    return _mapped("tanh", as_variable(x), lambda xp, out, grad: grad * (1 - out * out), True)
 
 
 def sigmoid(x: Input) -> Variable:
@@ -204,9 +199,7 @@ def slope_of_relu(out: Array, zero: Any) -> Vjp:
 
 def abs(x: Input) -> Variable:
     """Return the absolute value. The slope at 0 is 0."""
-    x = as_variable(x)
-    array, xp = x.data, array_module(x.data)
-    return record(xp.abs(array), (x, lambda grad: grad * xp.sign(array)))
+    return _mapped("abs", as_variable(x), lambda xp, a, grad: grad * xp.sign(a))
 
 
 def clamp(x: Input, lower: float | None = None, upper: float | None = None) -> Variable:
@@ -289,9 +282,8 @@ def log1p(x: Input) -> Variable:
 
 def erf(x: Input) -> Variable:
     """Return ``2 / sqrt(pi)`` times the integral of ``exp(-t * t)`` from t = 0 to ``x``."""
-    factor = 2 / math.sqrt(math.pi)
-    slope = lambda xp, a, out, grad: grad * xp.exp(-a * a) * factor  # noqa: E731
-    return _function(x, (), lambda xp, a: erf_of(a), slope)
+    slope = lambda xp, a, out, grad: grad * xp.exp(-a * a) * (2 / math.sqrt(math.pi))  # noqa: E731
+    return _function(x, ("erf",), lambda xp, a: erf_of(a), slope)
 
 
 def gelu(x: Input, approximate: bool | str = False) -> Variable:
