@@ -39,7 +39,7 @@ struct LogGP {
 };
 
 // Between hosts with 1 Gbit/s; benchmarks/loggp.py measures the constants.
-constexpr LogGP kEthernet{53000, 7000, 9000};
+constexpr LogGP kEthernet{58000, 2000, 9000};
 
 // The binomial tree with the root `root`: rank root + v receives from root + v without the lowest bit of v.
 struct Tree {
