@@ -1,7 +1,8 @@
 """Constants of the LogGP model of csrc/gloo/model.h, and its predictions next to measurements.
 
     python benchmarks/hosts.py --links "1 Gbit/s" --shapes "2 x 1" "4 x 1" --peers "" \\
-        --json loggp.json --verbs barrier broadcast --sizes 4 256 1024 2048 4096 8192 16384 32768 65536
+        --json loggp.json --verbs barrier broadcast \\
+        --sizes 4 256 1024 2048 4096 8192 16384 32768 65536
     python benchmarks/loggp.py loggp.json docs/images/loggp.png
 
 The constants are measured on two hosts of one rank. Repeated broadcasts of 4 bytes show the gap g,
