@@ -35,7 +35,7 @@ DEV := .venv/.dev
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example tiny test test-slow test-versions test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize release gpu-bundle bench clean model-hosts simulate-heartbeats model model-night model-mutants arm
+.PHONY: help setup example tiny test test-slow test-versions test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize release gpu-bundle bench clean simulate-heartbeats model model-night model-mutants arm
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,9 +92,6 @@ simulate-night: $(DEV) ## simulate 10,000 schedules of faults with 64 to 256 ran
 
 chaos: $(DEV) ## test ranks that die, stop and raise, in hundreds of rounds
 	$(IN_VENV) python -m tests.chaos $(CHAOS)
-
-model-hosts: $(DEV) ## check every state of the comparison between hosts, with Spin: some minutes
-	$(IN_VENV) python -m pytest -q -s tests/model/test_hosts.py
 
 docs: .venv/.docs ## build the documentation into build/site; warnings are errors
 	$(IN_VENV) NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet

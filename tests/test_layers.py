@@ -270,7 +270,7 @@ def test_optional_libraries_are_imported_where_they_are_used() -> None:
 # Modules of the control plane, except modules that handle only processes of this machine.
 CONTROL_PLANE = (
     *("interfaces", "distributed.rendezvous", "distributed.start", "distributed.memory.topology"),
-    *("distributed.failures.agreement", "distributed.failures.flight_record"),
+    *("distributed.failures.flight_record"),
     *(f"launch.{name}" for name in ("agent", "channel", "failures", "hosts")),
     *(f"launch.{name}" for name in ("job", "loop", "output", "ranks", "records", "supervisor")),
 )

@@ -45,6 +45,7 @@ typedef struct {
   int rank, size;
   double seconds;
   long long packed_bytes[2]; /* maximum bytes of an array to pack: blocking, asynchronous */
+  long long object_bytes;    /* maximum bytes of an object that a broadcast sends in one step */
   native_library library;
   PyObject *ended;         /* called with an ended operation: raises its error or fetches its result */
   PyObject *started;       /* called with a running operation; returns the Work */

@@ -54,10 +54,10 @@ static int has_rows(PyObject *const *args) {
          PyLong_AsLongAndOverflow(args[0], &overflow) == FL_ALL_TO_ALL;
 }
 
-enum { MOST_ARGUMENTS = 9 };
+enum { ARGUMENTS = 8 };
 
 /* Run native_call for arrays. is_left_to_python() has returned 0 before. */
-static PyObject *call_arrays(PyObject *self, PyObject *const *args, double seconds) {
+static PyObject *call_arrays(PyObject *self, PyObject *const *args) {
   Binding *binding = binding_of(self);
   PyObject *x = args[1], *out = args[2];
   plain_call call;
@@ -74,7 +74,6 @@ static PyObject *call_arrays(PyObject *self, PyObject *const *args, double secon
     Py_XDECREF(call.result);
     Py_RETURN_NOTIMPLEMENTED;
   }
-  call.seconds = seconds;
   const int is_one = is_message(call.signature.verb);
   if (is_one) { /* a message; a blocking send has no result */
     call.result = Py_NewRef(call.signature.verb == FL_SEND && !is_async ? Py_None : x);
@@ -91,14 +90,14 @@ static int is_strided(PyObject *x) {
 
 /* Run a blocking call of a number or of strided arrays on contiguous copies. Copy the result back, or return a
    number of the same kind. */
-static PyObject *call_copies(PyObject *self, PyObject *const *args, double seconds, int is_number) {
-  PyObject *call_args[MOST_ARGUMENTS - 1], *result = NULL;
+static PyObject *call_copies(PyObject *self, PyObject *const *args, int is_number) {
+  PyObject *call_args[ARGUMENTS], *result = NULL;
   memcpy(call_args, args, sizeof call_args);
   if (is_number) call_args[1] = plain_of_number(args[1]);
   for (int i = 1; i <= 2; ++i) {
     if (is_strided(args[i])) call_args[i] = PyArray_NewCopy((PyArrayObject *)args[i], NPY_CORDER);
   }
-  if (call_args[1] != NULL && call_args[2] != NULL) result = call_arrays(self, call_args, seconds);
+  if (call_args[1] != NULL && call_args[2] != NULL) result = call_arrays(self, call_args);
   for (int i = 1; i <= 2; ++i) {
     PyObject *const copy = call_args[i], *const original = args[i];
     if (copy == original || copy == NULL) continue;
@@ -117,26 +116,22 @@ static PyObject *call_copies(PyObject *self, PyObject *const *args, double secon
 }
 
 /* native(verb, x, out, op, scale, root or peer, tag, async_op): return the result or a Work; NotImplemented,
-   without effect, if Python must handle the call. A ninth argument is the timeout in seconds of a blocking
-   collective. In place of `op`, all_to_all may have `rows` (a list or tuple) and a receive `partial`. In
-   place of `out`, an all_reduce of a list has a bool: see native_several. */
+   without effect, if Python must handle the call. In place of `op`, all_to_all may have `rows` (a list or
+   tuple) and a receive `partial`. In place of `out`, an all_reduce of a list has a bool: see native_several. */
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   const Binding *binding = binding_of(self);
   if (binding == NULL) return NULL;
-  if (count != MOST_ARGUMENTS - 1 && count != MOST_ARGUMENTS) {
-    const char *const expected = "(verb, x, out, op, scale, root or peer, tag, async_op[, seconds])";
-    return PyErr_Format(PyExc_TypeError, "expected %s", expected);
+  if (count != ARGUMENTS) {
+    return PyErr_Format(PyExc_TypeError, "expected (verb, x, out, op, scale, root or peer, tag, async_op)");
   }
-  const double seconds = count == MOST_ARGUMENTS ? PyFloat_AsDouble(args[8]) : binding->seconds;
-  if (seconds == -1.0 && PyErr_Occurred()) return NULL;
   const int is_left = is_left_to_python(binding);
   if (is_left < 0) return NULL;
   if (is_left) Py_RETURN_NOTIMPLEMENTED;
   const int is_blocking = args[7] == Py_False;
   const int is_plain = !is_blocking || args[3] == Py_True; /* True: a receive that returns part of `x` */
-  if (!is_plain && (is_strided(args[1]) || is_strided(args[2]))) return call_copies(self, args, seconds, 0);
+  if (!is_plain && (is_strided(args[1]) || is_strided(args[2]))) return call_copies(self, args, 0);
   const int is_number = is_blocking && plain_has_number(args);
-  return is_number ? call_copies(self, args, seconds, 1) : call_arrays(self, args, seconds);
+  return is_number ? call_copies(self, args, 1) : call_arrays(self, args);
 }
 
 /* native_sendrecv(x, dst, out, src, tag, recv_tag or None): return out, or NotImplemented. dst None: no send;
@@ -185,8 +180,8 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
     PyObject *handles = Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)ops[0],
                                       (unsigned long long)(uintptr_t)ops[1]);
     if (handles != NULL) {
-      result = PyObject_CallFunction(binding->ended, "OiOOOiKd", handles, FL_SENDRECV, args[0], args[2], args[2],
-                                     0, (unsigned long long)entry.id, binding->seconds);
+      result = PyObject_CallFunction(binding->ended, "OiOOOiK", handles, FL_SENDRECV, args[0], args[2], args[2],
+                                     0, (unsigned long long)entry.id);
     }
     Py_XDECREF(handles);
   }
@@ -223,11 +218,11 @@ static int check(Binding *binding) {
 
 static int parse(PyObject *args, Binding *b) {
   PyObject *group, *owner, *addresses;
-  if (!PyArg_ParseTuple(args, "OOiid(LL)O!(OOO)(OOOO!)O!O!O!O!(O!O)", &group, &owner, &b->rank, &b->size, &b->seconds,
-                        &b->packed_bytes[0], &b->packed_bytes[1], &PyTuple_Type, &addresses, &b->ended, &b->started,
-                        &b->here, &b->together, &b->forked, &b->work, &PyDict_Type, &b->running, &PyArray_Type,
-                        &b->memory, &PyList_Type, &b->notes, &PyTuple_Type, &b->folders, &PySet_Type, &b->inside,
-                        &PyList_Type, &b->first, &b->dropped)) {
+  if (!PyArg_ParseTuple(args, "OOiid(LLL)O!(OOO)(OOOO!)O!O!O!O!(O!O)", &group, &owner, &b->rank, &b->size, &b->seconds,
+                        &b->packed_bytes[0], &b->packed_bytes[1], &b->object_bytes, &PyTuple_Type, &addresses,
+                        &b->ended, &b->started, &b->here, &b->together, &b->forked, &b->work, &PyDict_Type,
+                        &b->running, &PyArray_Type, &b->memory, &PyList_Type, &b->notes, &PyTuple_Type,
+                        &b->folders, &PySet_Type, &b->inside, &PyList_Type, &b->first, &b->dropped)) {
     return 0;
   }
   size_t library[sizeof b->library / sizeof(size_t)];
@@ -242,7 +237,7 @@ static int parse(PyObject *args, Binding *b) {
   return !PyErr_Occurred() && check(b);
 }
 
-/* bind(group, owner, rank, size, seconds, packed_bytes,
+/* bind(group, owner, rank, size, seconds, (*packed_bytes, object_bytes),
      (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
      (ended, started, here), (together, forked, work, running), memory, notes, folders, inside,
      (first, dropped)):

@@ -256,7 +256,6 @@ static plain_call call_of(const object_call *call) {
   s->part_of = 1 + call->verb - FL_BROADCAST_OBJECT;
   s->root = call->root;
   s->ndim = FL_ANY;
-  step.seconds = call->binding->seconds;
   if (call->sent == Py_None) return step;
   s->dtype = FL_UINT8;
   s->itemsize = 1;
@@ -348,7 +347,9 @@ static int pickle_own(object_call *call) {
                                         : frame_of(call->object);
   }
   if (call->frame == NULL) return 0;
-  const int is_long = call->verb == FL_GATHER_OBJECT && bytes_of(call->frame) > SHORT_BYTES;
+  const int64_t most = call->verb == FL_GATHER_OBJECT ? SHORT_BYTES : call->binding->object_bytes;
+  const int shortens = call->verb == FL_GATHER_OBJECT || call->verb == FL_BROADCAST_OBJECT;
+  const int is_long = shortens && call->frame != Py_None && bytes_of(call->frame) > most;
   call->sent = is_long ? short_frame(call->frame) : Py_NewRef(call->frame);
   return call->sent != NULL;
 }

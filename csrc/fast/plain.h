@@ -25,7 +25,6 @@ typedef struct {
   fl_match match;      /* for a receive from any rank or of fewer rows: `output` then points here */
   int64_t rows;        /* rows of `out` in an uneven all_to_all */
   int peer;            /* peer of a message (-1: any rank); -1 for other calls */
-  double seconds;      /* timeout of the call */
   PyObject *result;    /* return value on success; an owned reference, or NULL */
 } plain_call;
 

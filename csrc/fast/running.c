@@ -45,9 +45,9 @@ PyObject *fetch(Binding *binding, fl_op *op, PyObject *x, PyObject *out, const p
                 recorded entry) {
   const fl_signature *s = &call->signature;
   if (entry.row->id == entry.id && (entry.row->flags & FL_RECORDED_PLACED) == 0) note_place(binding, entry.row);
-  return PyObject_CallFunction(binding->ended, "KiOOOiKd", (unsigned long long)(uintptr_t)op,
+  return PyObject_CallFunction(binding->ended, "KiOOOiK", (unsigned long long)(uintptr_t)op,
                                (int)s->verb, x, out, call->result == NULL ? Py_None : call->result,
-                               (int)s->root, (unsigned long long)entry.id, call->seconds);
+                               (int)s->root, (unsigned long long)entry.id);
 }
 
 /* Return the part that scatter received without `out`: a copy, if it is small. */
@@ -109,7 +109,7 @@ int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *s
     const int is_soon = is_hurried(binding, binding->calls->written, fl_ticks());
     if (!is_soon && !place_and_site(binding, &place, &site)) return 0;
   }
-  if (!binding->library.begin(binding->group, &call->signature, call->data, call->seconds, site)) return 0;
+  if (!binding->library.begin(binding->group, &call->signature, call->data, binding->seconds, site)) return 0;
   *entry = record(binding, shown, -1, 0, place);
   binding->calls->callers[0] = PyThread_get_thread_ident();
   *op = finish_collective(binding, call, entry->row);
@@ -125,7 +125,7 @@ int run_at_once(Binding *binding, const plain_call *call, const fl_signature *sh
   if (entered < 0) return 0;
   *entry = record(binding, shown, call->peer, 0, place);
   Py_BEGIN_ALLOW_THREADS;
-  *op = binding->library.run(binding->group, &call->signature, call->data, call->output, call->peer, call->seconds, 0,
+  *op = binding->library.run(binding->group, &call->signature, call->data, call->output, call->peer, binding->seconds, 0,
                      site);
   Py_END_ALLOW_THREADS;
   leave(binding, entered);

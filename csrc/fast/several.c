@@ -39,7 +39,6 @@ static int read_all(const Binding *binding, PyObject *xs, PyObject *const *args,
     entry->x = call->result;
     entry->is_done = entry->is_first = 0;
     all->spans[i] = (plain_span){data, data + bytes_of(entry), 1};
-    call->seconds = binding->seconds;
     if (is_alone(binding) && !can_run_alone(call, Py_None)) {
       all->count = i + 1;
       return 0;

@@ -99,7 +99,6 @@ PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *
     Py_RETURN_NOTIMPLEMENTED;
   }
   plain_call step = table_of(size, counts, table);
-  step.seconds = call.seconds = binding->seconds;
   step.output = &step.room;
   fl_op *op;
   recorded entry;

@@ -46,6 +46,10 @@ int fl_watch_hosts(fl_group* group, const fl_hosts* hosts, const char* addresses
   });
 }
 
+int fl_sum_by_hosts(fl_group* group, const int* numbers) {
+  return fl::done([&] { group->group.sum_by_hosts({numbers, numbers + group->group.size()}); });
+}
+
 int fl_take_along(fl_group* group, int (*give_up)(void* other, const char* why), void* other, const char* advice) {
   return fl::done([&] { group->group.mesh().take_along({give_up, other, advice}); });
 }

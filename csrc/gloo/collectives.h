@@ -56,6 +56,8 @@ class Collectives {
 
   // Create the buffers. If the neighbours are connected, post receives for their first headers.
   void open();
+  // Combine small arrays of the ranks of each host before the results of the hosts.
+  void sum_by_hosts(std::vector<int> host_of) { host_of_ = std::move(host_of); }
   // Wait until all data of earlier calls has been sent, but not longer than until `end`.
   void flush(Clock::time_point end) noexcept;
 
@@ -167,6 +169,7 @@ class Collectives {
   const int rank_;
   const int size_;
   const bool uses_relay_;          // other ranks forward the calls: see Relay
+  std::vector<int> host_of_;     // number of each rank's host; empty: arrays are combined in rank order
   bool compares_at_once_ = false;  // each call waits until all ranks have made it
   bool has_begun_ = false;
   // Index: peer. counters_: arrived packets. arrived_: number of the last stored call.

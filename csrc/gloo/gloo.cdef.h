@@ -31,6 +31,10 @@ typedef struct {
 int fl_watch_hosts(fl_group *group, const fl_hosts *hosts, const char *addresses, size_t address_bytes,
                    const char *key);
 
+/* Before any operation: combine small arrays of the ranks of each host before the results of the hosts.
+   `numbers` has the host number of each rank. */
+int fl_sum_by_hosts(fl_group *group, const int *numbers);
+
 /* If hosts are lost, also call give_up(other, why). `why` ends with `advice`. `other` is a group that must
    exist at least as long as `group`. */
 int fl_take_along(fl_group *group, int (*give_up)(void *other, const char *why), void *other,

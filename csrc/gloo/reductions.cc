@@ -1,5 +1,7 @@
 // Collectives that reduce arrays.
 
+#include <map>
+
 #include "../reduce/reduce.h"
 #include "collectives.h"
 
@@ -179,12 +181,25 @@ void Collectives::reduce_in_parts(Call& call, const void* data, char* output, co
   ReductionInParts(*this, call, data, output, parts, collector).run();
 }
 
+// Reduce the arrays that were sent with the calls: all in rank order, or first those of each host.
 void Collectives::reduce_inline(const Call& call, const void* data, size_t skip, size_t count, void* into) {
   fetch(same_for_all(count * call.signature.itemsize));
   std::vector<const void*> from(size_);
   for (int r = 0; r < size_; ++r) from[r] = payload(r);
   from[rank_] = static_cast<const char*>(data) + skip;
-  fl::reduce(call.signature.dtype, call.signature.op, call.signature.scale, into, from.data(), size_, count);
+  const fl_signature& s = call.signature;
+  // A 16-bit mean is scaled on each host, because the sum over all hosts could overflow.
+  const bool scales_first = !host_of_.empty() && is_narrow(s.dtype) && s.op == FL_SUM && std::abs(s.scale) <= 1;
+  std::map<int, std::vector<const void*>> hosts;
+  for (size_t r = 0; r < host_of_.size(); ++r) hosts[host_of_[r]].push_back(from[r]);
+  std::vector<char> sums(hosts.size() * count * s.itemsize);
+  if (!hosts.empty()) from.clear();
+  for (const auto& [host, arrays] : hosts) {
+    char* const sum = sums.data() + host * count * s.itemsize;
+    from.push_back(sum);
+    fl::reduce(s.dtype, s.op, scales_first ? s.scale : 1.0, sum, arrays.data(), arrays.size(), count);
+  }
+  fl::reduce(s.dtype, s.op, scales_first ? 1.0 : s.scale, into, from.data(), from.size(), count);
 }
 
 // If the array is small, or if it has at most kInOneStep bytes and there are two ranks, each rank sends its

@@ -10,9 +10,6 @@ namespace {
 // Maximum number of chunks that are in transit to, or from, one rank.
 constexpr size_t kDepth = 2;
 
-// True for 16-bit floats. Their partial results are sent as float32, so that only the result is rounded.
-bool is_narrow(int dtype) { return dtype == FL_FLOAT16 || dtype == FL_BFLOAT16; }
-
 template <typename T>
 void widen(float* into, const void* from, size_t count) {
   const T* values = static_cast<const T*>(from);
@@ -117,7 +114,7 @@ class Chain {
   const int rank_, size_;
   const int terms_;  // the result is the reduction of ranks 0 to terms_ - 1
   char* const data_;
-  const bool is_narrow_;
+  const bool is_narrow_;  // then partial results are sent as float32, and only the result is rounded
   const int dtype_, op_;
   const double factor_;
   const size_t item_, piece_;  // bytes per sent element, elements per chunk

@@ -21,7 +21,7 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.journal import CALLERS, Journal
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.rendezvous.store import Roster, Store
-from flashlight_py.distributed.verbs import ALL_GATHER, Verb
+from flashlight_py.distributed.verbs import ALL_GATHER
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
 
@@ -49,7 +49,7 @@ class EntryPoints:
     is a result.
 
     Args:
-        collective: Runs ``collective(code, x, out, op, scale, root, tag, async_op, seconds)``, the
+        collective: Runs ``collective(code, x, out, op, scale, root, tag, async_op)``, the
             verb with number ``code``, and returns the result, or a Work if ``async_op``. ``root``
             is the other rank for a message. For an all_reduce of packed arrays, it is a digest of
             their shapes, so that ranks can compare the shapes. If ``x`` is a list of arrays,
@@ -95,6 +95,7 @@ class Backend(abc.ABC):
     hosts: Sequence[Sequence[int]] = ()  # ranks of each host that share memory; (): none do
     finds_shape = False  # True: receivers of a broadcast may pass no array
     packed_bytes = 32 << 10, 32 << 10  # max. bytes of arrays to pack: blocking, async
+    object_bytes = 0  # max. bytes of an object that broadcast_object sends in one step
     count: Sequence[int] = (0,)  # number of collectives that users called in this group
     composite: object = None  # the same in all parts of a hierarchical backend
     network: Any = None  # backend whose TCP connections subgroups reuse, or None
@@ -116,10 +117,6 @@ class Backend(abc.ABC):
     def start_many(self, calls: Sequence[Call]) -> Work:
         """Start ``calls`` as one operation with a list as result. All calls block, or none does."""
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
-
-    def step(self, verb: Verb, array: Array, seconds: float) -> Any:
-        """Run ``verb`` as one step of another call, for at most ``seconds``. Return the result."""
-        return self.start(Call(verb, array, seconds=seconds)).wait()
 
     def bind(self, journal: Journal) -> EntryPoints:
         """Return a fast path for this group. Its calls are recorded in ``journal``."""

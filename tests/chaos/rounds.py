@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.distributed.failures.agreement import between_hosts
+from flashlight_py.distributed.backends.hierarchical import between_hosts
 from tests.chaos.rank import EXIT_CODE
 from tests.chaos.verbs import MESSAGES
 from tests.distributed import conformance, leftovers

@@ -88,20 +88,6 @@ def test_collectives_connect_only_the_ranks_that_exchange_data(rank: int, size: 
     assert sockets() == first - AT_FIRST + RANKS
 
 
-@on_ranks(("hierarchical", 6), fresh=True, params={"TIMEOUT": 20}, env=hosts_by_letter("ab"))
-def test_ranks_connect_only_to_their_local_rank_on_other_hosts(rank: int, size: int) -> None:
-    """The backend of all ranks opens no connection until a message needs it."""
-    first = sockets()
-    assert (fl.all_reduce(np.full(3, rank)) == size * (size - 1) // 2).all()
-    fl.barrier()
-    assert sockets() == first
-    got = np.empty(1, int)
-    peer = size - 1 - rank
-    fl.sendrecv(np.full(1, rank), peer, out=got, src=peer)
-    assert got[0] == peer
-    assert sockets() == first + 1
-
-
 @among_many()
 def test_mismatch_error_names_the_rank_with_another_call_among_many(rank: int, size: int) -> None:
     """Every rank raises, and the group remains usable: a ring of messages does not deadlock."""

@@ -155,11 +155,19 @@ def preempt(rank: int, size: int, verb: str, handler: str, folder: str) -> None:
     world = fl.distributed.start.world.current_world().group
     journal = world.journal
     before = journal.count[0]
-    with handling(lambda: HANDLERS[handler](folder)):
+    handled = Path(f"{folder}-{verb}")
+
+    def handle() -> None:
+        try:
+            HANDLERS[handler](folder)
+        finally:
+            handled.touch()
+
+    with handling(handle):
         if rank == size - 1:
             time.sleep(0.1)
             os.kill(pid, signal.SIGTERM)
-            time.sleep(0.15)  # handled by now
+            until(handled.exists)
         BLOCKING[verb](world)
     assert fl.all_reduce(np.ones(3))[0] == size
     # A rejected call does not count.

@@ -234,6 +234,8 @@ class _Move:
             return self._step(Call(verbs.SCATTER, _rows(frames) if frames else None, root=root))
         frame = frames[0] if frames else None
         if verb is BROADCAST_OBJECT and self._backend.finds_shape:
+            if frame is not None and frame.size > self._backend.object_bytes:
+                frame = _announced(frame)
             return self._step(Call(verbs.BROADCAST, frame, root=root))
         if frame is not None and verb is not ALL_GATHER_OBJECT and frame.size > _SHORT_BYTES:
             frame = _announced(frame)

@@ -160,6 +160,12 @@ class GlooBackend(NativeBackend):
         where, advice = f"[{doing}] {self.name}", "Read its output"
         return wording.peer_lost(self, where, dead, "its process has ended", advice)
 
+    def sum_by_hosts(self, hosts: Sequence[Sequence[int]]) -> None:
+        """Combine small arrays of the ranks of each host first, like ``HierarchicalBackend``."""
+        host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
+        numbers = self.ffi.new("int[]", [host_of[rank] for rank in range(self.size)])
+        self._do("sum_by_hosts", self.group, numbers)
+
     def propagate_host_loss(self, other: NativeBackend) -> None:
         """If this group loses a host, abort ``other`` too, even if this group runs no call."""
         if other is self:

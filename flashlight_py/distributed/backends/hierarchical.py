@@ -1,10 +1,11 @@
 """A group over several hosts: shared memory inside each host, another backend between hosts.
 
-The ranks compare each call before it changes an array. The messages of the comparison also contain
-the data of small arrays. Large arrays are sent afterwards; see ``HostCalls``. A reduction first
-combines the arrays of each host, and then combines the results of the hosts in a fixed order. The
-result therefore has the same bits on every rank, and in every run with the same placement. A
-receive from any rank waits for the first message of this host or another host.
+A Gloo backend of all ranks compares each call before it changes an array. The messages of the
+comparison also contain the data of small arrays. Large arrays are sent afterwards; see
+``HostCalls``. A reduction first combines the arrays of each host, and then combines the results of
+the hosts in a fixed order. The result therefore has the same bits on every rank, and in every run
+with the same placement. A receive from any rank waits for the first message of this host or another
+host.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 from operator import itemgetter
 from typing import Any
@@ -26,24 +26,31 @@ import numpy as np
 from flashlight_py import _native, errors
 from flashlight_py.device import Array
 from flashlight_py.distributed import verbs
-from flashlight_py.distributed.backend import Backend, Callers
+from flashlight_py.distributed.backend import Backend, Callers, EntryPoints, left_to_python
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.calls import combining
 from flashlight_py.distributed.calls.arrays import as_bytes, check_out_rows, row_bytes
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.calls.combining import factors, split_rows
-from flashlight_py.distributed.calls.journal import called_at, caller
+from flashlight_py.distributed.calls.journal import (
+    ALL_GATHER_OBJECT,
+    NATIVE,
+    Journal,
+    called_at,
+    caller,
+)
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.failures import abort, agreement
-from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, between_hosts
+from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import names
 from flashlight_py.distributed.memory.memory_file import shared_array
-from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BROADCAST, Verb
+from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BROADCAST
 from flashlight_py.distributed.work import FAILURES, Done, Then, Work, wait_for, wait_timeout_error
 
-# Maximum bytes of array data that a host sends to another in a comparison: one Gloo message.
-_MAX_BYTES = 63 << 10
+# Maximum bytes that a rank sends with a comparison: more bytes need less time if each host sends
+# them only once. In an all_gather, each rank can always send ``_SHORT_BYTES``.
+_FLAT_BYTES = 64 << 10
+_SHORT_BYTES = 1 << 10
 
 # Arrays up to this number of bytes are sent by one leader: sections would need more messages.
 _SMALL_BYTES = 64 << 10
@@ -63,21 +70,15 @@ class HostCalls:
     Leader i of each host then exchanges section i with leader i of every other host, so all leaders
     send in parallel. Finally, each leader broadcasts its section inside its host.
 
-    Ranks send small arrays with the comparison of the call: ``load`` returns the data that this
-    rank sends, and ``take`` returns the result. This saves one or two exchanges, and detects a
-    mismatch before any array changes. The other methods send large arrays, after all ranks have
-    made the same call.
-
     ``inside`` and ``between``: see ``HierarchicalBackend``. ``far`` is the timeout between hosts in
-    seconds. ``runs_ahead`` is called if this rank may end a call before other ranks of its host.
+    seconds. All ranks have made the same call before a method runs.
     """
 
     far: float
 
     def __init__(
-        self, rank: int, hosts: Sequence[Sequence[int]], inside: Backend, between: Backend | None,
-        runs_ahead: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self, rank: int, hosts: Sequence[Sequence[int]], inside: Backend, between: Backend | None
+    ) -> None:
         self._rank, self._hosts, self._inside, self._between = rank, hosts, inside, between
         self._order = [r for host in hosts for r in host]
         self._in_order, self._size = self._order == sorted(self._order), len(self._order)
@@ -86,65 +87,6 @@ class HostCalls:
         self._leaders, largest = min(map(len, hosts)), max(map(len, hosts))
         # If True, each rank is a leader, and its section is its own data.
         self._even = self._leaders == largest
-        self._max_bytes = _MAX_BYTES // (len(hosts) - 1)
-        self._max_rank_bytes = self._max_bytes // largest
-        self._native = _native.load_extension("gloo")
-        self._runs_ahead = runs_ahead
-
-    def load(self, call: Call) -> Load:
-        """Return the data of ``call`` for its comparison; ``NO_LOAD`` if the array is large."""
-        if call.compared or call.refusal or call.array is None:
-            return NO_LOAD
-        array: Array = call.array
-        if call.verb.ragged:
-            fits = self._fits_in_message(call, len(array))
-            return Load(len(array), as_bytes(array) if fits else NO_LOAD.data)
-        if not self._fits_whole(call.verb, array):
-            return NO_LOAD
-        if call.verb is BROADCAST:
-            return Load(0, as_bytes(array)) if self._rank == call.root else NO_LOAD
-
-        def combined(scale: float, parts: Sequence[Array]) -> Array:
-            result = np.empty_like(parts[0])  # the parts are bytes
-            combining.combine_natively(
-                self._native, parts, call.op, scale, result.view(array.dtype)
-            )
-            return result
-
-        scales = factors(array.dtype, call.op, call.scale)
-        return Load(0, as_bytes(array), *(partial(combined, scale) for scale in scales))
-
-    def _fits_whole(self, verb: Verb, array: Array) -> bool:
-        is_sent = verb is BROADCAST or (verb.reduces and not verb.prefix)
-        return is_sent and array.nbytes <= self._max_bytes
-
-    def _fits_in_message(self, call: Call, rows: int) -> bool:
-        return rows * row_bytes(call.array) <= self._max_rank_bytes
-
-    def has(self, call: Call, message: agreement.RankMessage) -> bool:
-        """Return whether ``message``, received in the comparison, has the result of ``call``."""
-        if call.compared or call.array is None:
-            return False
-        if call.verb.ragged:
-            return all(self._fits_in_message(call, rows) for rows in message.lengths)
-        return self._fits_whole(call.verb, call.array)
-
-    def take(self, call: Call, message: agreement.RankMessage) -> Any:
-        """Copy the result in ``message`` to ``call.array`` or ``call.out``, and return it."""
-        array: Array = call.array
-        if not call.verb.fills(self._rank, call.root):
-            return array if call.verb.in_place else None
-        if call.verb is BROADCAST and self._rank == call.root:
-            return array  # do not write to it: it may be read-only
-        if call.verb.ragged:
-            values = np.ndarray((sum(message.lengths), *array.shape[1:]), array.dtype, message.data)
-            return self._in_rank_order(call, values, message.lengths)
-        result, values = array, np.ndarray(array.shape, array.dtype, message.data)
-        if not call.verb.in_place:
-            values = values[self._rows_of(call, self._rank)]
-            result = call.room(len(values))
-        result[...] = values
-        return result
 
     def all_reduce(self, call: Call) -> Any:
         """Reduce inside each host and then between hosts. Copy the result to all ranks."""
@@ -193,11 +135,11 @@ class HostCalls:
         array = call.array if self._rank == call.root else call.array.copy()
         between = Call(call.verb, None, call.op, last, home)
         self._exchange(array, inside, between, share=self._home == home)
-        self._runs_ahead()
         return call.array
 
-    def all_gather(self, call: Call, rows: Sequence[int]) -> Any:
-        """Gather the arrays of all ranks; ``rows`` has a row count for each rank, host by host."""
+    def all_gather(self, call: Call, rows_of_ranks: Sequence[int]) -> Any:
+        """Gather the arrays of all ranks, which have ``rows_of_ranks`` rows."""
+        rows = [rows_of_ranks[rank] for rank in self._order]
         gathered = (call if self._in_order else replace(call, out=None)).room(sum(rows))
         data, index = as_bytes(call.array), self._inside.rank
         sizes = [count * row_bytes(call.array) for count in rows]
@@ -250,7 +192,6 @@ class HostCalls:
         if shares:
             self._share(shares)
             part[...] = split_rows(region, of_ranks)[index]
-        self._runs_ahead()
         return result
 
     def _rows_of(self, call: Call, rank: int) -> slice:
@@ -278,10 +219,26 @@ def cut_evenly(flat: Any, count: int) -> list[Any]:
     return [flat[size * i // count : size * (i + 1) // count] for i in range(count)]
 
 
+def between_hosts(seconds: float, times: int = 1) -> float:
+    """Return the timeout between hosts if the timeout inside a host is ``seconds``.
+
+    If a rank is late, its host must time out first, because only this host can name the rank. If
+    ``times`` ranks wait for each other in a chain, the timeout is increased once for each rank.
+    """
+    for _ in range(times):
+        seconds += min(2.0, 0.2 * seconds)
+    return seconds
+
+
+# Verbs that ``HostCalls`` runs faster if arrays are large.
+_BY_HOSTS = [verb for verb in verbs.VERBS if hasattr(HostCalls, verb.name)]
+
 # For a receive from any rank: maximum seconds of one poll, and of the wait between two polls.
 _LOOK_SECONDS, _SLICE_SECONDS = 1e-5, 0.02
 
 _NEVER = 1e9  # seconds; stands for no timeout
+# Indices of arguments after the array in ``EntryPoints.collective``
+_ROOT, _ASYNC = 3, 5
 
 
 class HierarchicalBackend(Backend):
@@ -293,18 +250,20 @@ class HierarchicalBackend(Backend):
         inside: Backend for the ranks of this host, in the order of their list in ``hosts``.
         between: Backend for the ranks that have the same position in their lists as this rank; None
             if some list has no such position.
-        flat: Backend for all ranks. It runs the verbs that the hierarchy would not make faster.
+        flat: Backend for all ranks. It compares calls, and runs the calls that the hierarchy would
+            not make faster.
         timeout: Seconds for each operation inside a host. Operations between hosts get more time.
-        checked: If True, ranks compare calls before data moves. If False, a mismatch between hosts
-            breaks the group, immediately or after the timeout.
+        checked: If True, ranks compare calls before data moves. If False, a mismatch of large
+            arrays breaks the group, immediately or after the timeout.
     """
 
     kind = DistributedBackend.GLOO
     path = "shared memory inside hosts, Gloo between them"
+    finds_shape, object_bytes = True, _FLAT_BYTES
 
     def __init__(
         self, rank: int, hosts: Sequence[Sequence[int]], inside: Backend, between: Backend | None,
-        flat: Backend, timeout: float, checked: bool = True,
+        flat: GlooBackend, timeout: float, checked: bool = True,
     ) -> None:  # fmt: skip
         self.rank, self.size = rank, flat.size
         self.hosts = [list(host) for host in hosts]
@@ -319,14 +278,18 @@ class HierarchicalBackend(Backend):
         composite = object()
         for part in self.parts:
             part.composite = composite
-            if isinstance(part, NativeBackend) and isinstance(flat, GlooBackend):
+            if isinstance(part, NativeBackend):
                 flat.propagate_host_loss(part)
+        flat.sum_by_hosts(self.hosts)
+        flat.object_bytes = self.object_bytes
         self._checked = checked
-        self._agreement = agreement.Agreement(inside, between, flat)
-        self._calls = HostCalls(rank, hosts, inside, between, self._agreement.runs_ahead)
+        self._calls = HostCalls(rank, hosts, inside, between)
+        # Maximum bytes of an array that a rank sends in ``flat``.
+        self._most = dict.fromkeys(_BY_HOSTS, _FLAT_BYTES)
+        self._most[ALL_REDUCE] = _FLAT_BYTES // (self.size - 1)
+        self._most[ALL_GATHER] = max(_SHORT_BYTES, self._most[ALL_REDUCE])
         self._set_timeouts(timeout)
         self.callers = Callers(f"rank {rank} of {flat.size}", self.parts)
-        self._rows: Sequence[int] = ()  # row counts of all ranks in the compared call
         self._thread: futures.ThreadPoolExecutor | None = None
         self._running: list[FutureWork] = []
         self._failed: list[FutureWork] = []  # failed; ``synchronize`` raises their errors
@@ -335,30 +298,101 @@ class HierarchicalBackend(Backend):
         self._notified: list[Backend] = []  # backends aborted because another one was lost
         self._is_closed = False
 
+    def bind(self, journal: Journal) -> EntryPoints:
+        """Return the native functions of ``flat``, for blocking calls that ``flat`` runs."""
+        points = self._flat.bind(journal)
+        most = {verb.code: most for verb, most in self._most.items()}
+        others = set(range(self.size)) - set(self._host)
+
+        def collective(code: int, x: Any, *args: Any) -> Any:
+            nbytes = 0 if x is None else x.nbytes if type(x) is np.ndarray else math.inf
+            if nbytes > most.get(code, nbytes) or (code == ALL_GATHER.code and not nbytes):
+                return NotImplemented
+            if code in (verbs.SEND.code, verbs.RECV.code) and args[_ROOT] not in others:
+                return NotImplemented
+            if args[_ASYNC] or not self._is_idle():
+                return NotImplemented
+            result = self._run_fast(code, lambda: points.collective(code, x, *args))
+            if code == ALL_GATHER.code and type(result) is list:
+                call = Call(ALL_GATHER, x, out=args[0])
+                return self._run(call, self.count[0], lambda: self._calls.all_gather(call, result))
+            return result
+
+        def objects(code: int, value: Any, root: Any) -> Any:
+            if code == ALL_GATHER_OBJECT.code or not self._is_idle():
+                return NotImplemented
+            return self._run_fast(code, lambda: points.objects(code, value, root))
+
+        return EntryPoints(collective, left_to_python, objects)
+
+    def _run_fast(self, code: int, call: Callable[[], Any]) -> Any:
+        """Return ``call()``, a call of the verb with number ``code`` in ``flat``."""
+        self._flat.count = self.count
+        try:
+            return self.guarded(NATIVE[code].name, call)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # such as Ctrl-C: the other ranks must not wait
+                abort.report(error, self.parts)
+            raise
+
+    def _is_idle(self) -> bool:
+        """Return whether this thread can start a call at once."""
+        return not (self._is_pending() or self.callers.contains_this_thread())
+
     def limit(self, seconds: float) -> None:
         self._set_timeouts(seconds)
         for part in self.parts:
-            part.limit(seconds if part is self._inside else between_hosts(seconds))
+            part.limit(between_hosts(seconds) if part is self._between else seconds)
 
     def _set_timeouts(self, seconds: float) -> None:
-        self.timeout = self._agreement.timeout = seconds
-        # The limit between hosts covers the comparison, the data, and a local peer that waits for
-        # another host. The peer must time out first: its error names the late rank.
-        self._far = self._calls.far = between_hosts(seconds, 3 if self._checked else 1)
+        self.timeout = seconds
+        # A peer of this host may wait for another host. It must time out first: its error names the
+        # late rank.
+        self._calls.far = between_hosts(seconds)
 
     def start(self, call: Call) -> Work:
         if call.verb.is_message:
             return self._message(call)
-        if call.refusal:
-            return self._refuse(call)
-        run: Callable[[Call], Any] = self._all_gather
-        if call.verb is not verbs.ALL_GATHER:
-            run = getattr(self._calls, call.verb.name, self._on_all_ranks)
-        if call.verb is verbs.BARRIER and self._checked:
-            run = lambda _: None  # noqa: E731  (the comparison is the barrier)
-        if call.compared:
-            run = self._compare
-        return self._start(call, lambda: run(call))
+        self.callers.check("refuse" if call.refusal else call.name)
+        if call.refusal and not self._checked:  # no comparison would notify other ranks
+            self.end(errors.MismatchError(f"{names([self.rank])} called {call}"))
+            return Done()
+        if not self._is_flat(call):
+            return self._start(call, lambda: self._run_by_hosts(call))
+        if not self._is_pending():
+            self._flat.count = self.count
+            work = self.guarded(call.name, lambda: self._flat.start(call))
+            return work if isinstance(work, Done) else PartWork(self, call, [(work, ())])
+        blocking = replace(call, blocking=True)
+        work = self._start(call, lambda: self._flat.start(blocking).wait())
+        work.is_settled |= bool(call.refusal) or call.compared  # the caller handles its error
+        return work
+
+    def _is_flat(self, call: Call) -> bool:
+        """Return whether ``flat`` runs ``call``: the hierarchy would not make it faster."""
+        if call.refusal or call.compared or call.verb not in _BY_HOSTS or call.finds_shape:
+            return True
+        # In an all_gather, other ranks may pass larger arrays.
+        return call.verb is not ALL_GATHER and call.array.nbytes <= self._most[call.verb]
+
+    def _run_by_hosts(self, call: Call) -> Any:
+        """Compare the call, and let ``HostCalls`` run it. A small all_gather needs no more step."""
+        if call.verb is ALL_GATHER:
+            most = self._most[ALL_GATHER]
+            result = self._flat.gather_small(replace(call, blocking=True), most).wait()
+            return self._calls.all_gather(call, result) if type(result) is list else result
+        if self._checked:
+            self._flat.start(replace(call, compared=True, blocking=True, out=None)).wait()
+        return getattr(self._calls, call.verb.name)(call)
+
+    def _is_pending(self) -> bool:
+        """Return whether a call has not ended on the thread, so that later calls must wait."""
+        if not self._running:
+            return False
+        ended = list(takewhile(FutureWork.is_completed, self._running))  # operations end in order
+        self._running = self._running[len(ended) :]
+        self._failed = [work for work in (*self._failed, *ended) if not work.is_settled]
+        return bool(self._running)
 
     def _message(self, call: Call) -> Work:
         self.callers.check("refuse" if call.refusal else call.name)
@@ -389,30 +423,13 @@ class HierarchicalBackend(Backend):
                 self._receives.append(work := Then(receive, lambda match: match))
         return Done(receive.wait()) if call.blocking else work
 
-    def _compare(self, call: Call) -> Any:
-        """Compare what ``_run`` has not compared: row counts, or the shape of a scatter's parts."""
-        differs = call.is_ragged or call.verb is verbs.SCATTER
-        return self._on_all_ranks(call) if differs or not self._checked else None
-
-    def _all_gather(self, call: Call) -> Any:
-        """Run an all_gather. If calls are not compared, exchange the row counts first."""
-        if not self._checked:
-            load = Load(len(call.array))
-            self._rows = self._agreement.exchange(call.verb.name, load, None).lengths
-        return self._calls.all_gather(call, self._rows)
-
-    def _on_all_ranks(self, call: Call) -> Any:
-        """Run ``call`` on the backend of all ranks: the hierarchy would not make it faster."""
-        seconds = self._far if call.verb is not verbs.BARRIER else call.seconds
-        result = self._flat.start(replace(call, blocking=True, seconds=seconds)).wait()
-        self._agreement.runs_ahead()  # a peer of this host may still wait for data
-        return result
-
     def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
         """Return a list with one array in memory that the ranks of this host share."""
-        call = Call(verbs.BARRIER, part_of=f"shared_empty({dtype} {shape})")
+        like: Array = np.broadcast_to(np.zeros((), dtype), shape)
+        call = Call(BROADCAST, like, part_of="shared_empty", compared=True)
 
         def inside() -> Array | MemoryError:
+            self._flat.start(call).wait()
             try:
                 return shared_array(self._inside, shape, dtype)
             except MemoryError as error:  # not raised here, because that would end the group
@@ -423,54 +440,31 @@ class HierarchicalBackend(Backend):
             raise array
         return [array]
 
-    def _refuse(self, call: Call) -> Work:
-        """Make the other ranks raise an error because this rank rejected ``call``."""
-        if not self._checked:  # no comparison would notify other ranks
-            self.end(errors.MismatchError(f"{names([self.rank])} called {call}"))
-            return Done()
-        work = self._start(replace(call, blocking=False), lambda: None)
-        assert isinstance(work, FutureWork)
-        work.is_settled = True  # the caller raises the error
-        return work
-
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
         """Run ``call`` here if it blocks and no call is pending; else queue it for the thread."""
         thread, number = self.callers.check(call.name), self.count[0]
-        ended = list(takewhile(FutureWork.is_completed, self._running))  # operations end in order
-        if ended:
-            self._running = self._running[len(ended) :]
-            self._failed = [work for work in (*self._failed, *ended) if not work.is_settled]
         try:
             self.callers.threads.add(thread)
-            if call.blocking and not self._running:
+            if call.blocking and not self._is_pending():
                 return Done(self._run(call, number, run))
             if self._thread is None:
                 self._thread = futures.ThreadPoolExecutor(1, "flashlight_py hierarchical")
             run_here = called_at(caller())(self._run)
             work = FutureWork(self._thread.submit(run_here, call, number, run))
-            work.is_settled |= call.compared  # the caller of a comparison handles its error
         finally:
             self.callers.threads.discard(thread)
         self._running.append(work)
         return work
 
     def _run(self, call: Call, number: int, run: Callable[[], Any]) -> Any:
-        """Compare the calls, then call ``run``. If one backend breaks, end the others."""
+        """Return ``run()``. If one backend breaks, end the others."""
         for part in self.parts:
             part.count = (number,)  # errors name the call by this number
         try:
-            if not self._checked:
-                return run()
-            message = self._agreement.agree(call, number, self._calls.load(call))
-            if self._calls.has(call, message):
-                return self._calls.take(call, message)
-            self._rows = message.lengths
             return run()
         except errors.MismatchError as error:
             if not error.group_lives:
                 self.end(error)
-            elif not self._checked:  # other ranks may still be inside the call
-                self._close_backends()
             raise
         except (errors.PeerLostError, errors.CollectiveTimeoutError) as error:
             # A connection between hosts may close before it delivers the reason of a loss. A rank
@@ -478,9 +472,7 @@ class HierarchicalBackend(Backend):
             loss = self._inside.lost(call.name) if isinstance(error, errors.PeerLostError) else None
             cause = loss if isinstance(loss, errors.PeerLostError) else error
             self.end(cause)
-            late = self._checked and isinstance(error, errors.CollectiveTimeoutError)
-            last = f". {self._agreement.last()}" if late else ""
-            raise type(error)(f"in {call.steps}: {cause}{last}") from error
+            raise type(error)(f"in {call.steps}: {cause}") from error
         except ValueError:  # this rank's ``out`` has a wrong size; the group is intact
             raise
         except errors.GroupClosedError as error:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,10 +27,10 @@ from flashlight_py.distributed.calls import arrays as call_arrays
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.arrays import check_out_rows, native_code, row_bytes
 from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Matched
-from flashlight_py.distributed.calls.journal import NATIVE, Journal, Ring, forked, hidden_files
+from flashlight_py.distributed.calls.journal import NATIVE, Journal, forked, hidden_files
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER, VERBS, Verb
+from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER, VERBS
 from flashlight_py.distributed.work import AllOf, Done, Then, Work, wait_timeout_error
 from flashlight_py.errors import DistributedError, GroupClosedError
 
@@ -219,12 +220,19 @@ class NativeWork(Work):
         return self._lib.fl_op_signatures(self._handle)
 
     def _gathered(self) -> Any:
-        """Return the rows of all ranks: ``out`` if the library filled it, otherwise a new array."""
+        """Return the rows of all ranks: ``out`` if the library filled it, otherwise a new array.
+
+        If a rank has sent only the number of its rows, return the numbers of rows as a list.
+        """
         backend, result = self._backend, self._made if self._out is None else self._out
         if result is not None and not self._fetched()[0]:
             return result
-        signatures = self._signatures()
-        rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
+        signatures = [self._signatures()[rank] for rank in range(backend.size)]
+        counts = [signature.shape[0] for signature in signatures]
+        sizes = [signature.count for signature in signatures]
+        if any(map(operator.lt, sizes, counts)) and row_bytes(self._like):
+            return counts
+        rows = sum(counts)
         if result is not None and call_arrays.row_count(result) == rows:  # empty: no bytes arrived
             return result
         if self._out is not None:
@@ -254,6 +262,15 @@ class NativeWork(Work):
 GATHERED, SCATTERED, COMPARED = NativeWork._gathered, NativeWork._scattered, NativeWork._compared
 
 
+class _Withheld(NamedTuple):
+    """In a signature, an array that is not sent."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    itemsize: int
+    size: int = 0
+
+
 class NativeBackend(Backend):
     """Backend for the ranks of ``store`` in a native library with the C ABI of ``csrc/common``.
 
@@ -263,6 +280,7 @@ class NativeBackend(Backend):
     journal: Journal | None = None  # None until ``bind``
     steps: tuple[str, ...] = ()  # names of C functions that run a call in several steps
     finds_shape = True
+    object_bytes = 1 << 62  # see ``Backend``
     asks_for_sites = False  # whether the library asks for the call site of a blocking call
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
@@ -280,7 +298,6 @@ class NativeBackend(Backend):
         self._most_running = _LEAST_RUNNING
         self.callers = Callers(self.name)
         self._first: list[Any] = []  # garbage-collected shared arrays, which the next call frees
-        self._step: EntryPoints | None = None  # for ``step``; None until its first call
         self._kept: list[Any] = []  # buffers that the library may write until it frees the group
 
     def bind(self, journal: Journal) -> EntryPoints:
@@ -289,31 +306,20 @@ class NativeBackend(Backend):
             return super().bind(journal)
         self.journal = journal
         journal.open_to_native(fast.clocks)
-        return self._bound(fast, journal)
-
-    def step(self, verb: Verb, array: Array, seconds: float) -> Any:
-        """Run ``verb`` as a step of another call, with no entry in the journal; see ``Backend``."""
-        if (path := self._step) is None:
-            fast = _native.optional("fast", SLOWER)
-            path = self._step = EntryPoints() if fast is None else self._bound(fast, Ring())
-        result = path.collective(verb.code, array, None, "sum", 1.0, 0, 0, False, seconds)
-        return super().step(verb, array, seconds) if result is NotImplemented else result
-
-    def _bound(self, fast: Any, ring: Ring) -> EntryPoints:
         fast.verbs(FLAGS)
         group = self._open("bind")
-        self.callers.native_header = ring.header
-        self._kept.append(ring.memory)
+        self.callers.native_header = journal.header
+        self._kept.append(journal.memory)
         of_op = [f"fl_op_{name}" for name in ("stamp", "wait", "signatures", "output", "free")]
         names = ("fl_run", "fl_exchange", *of_op, *self.steps)
         functions = [self._address_of(self.ffi.addressof(self.lib, name)) for name in names]
         of_group = self._address_of(group), group, self.rank, self.size
         functions_of_group = fast.bind(
-            *(*of_group, self.timeout, self.packed_bytes),
+            *(*of_group, self.timeout, (*self.packed_bytes, self.object_bytes)),
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_call_site),
             (AllOf, _raise_forked_error, light_work(fast), self._running),
-            *(ring.memory, ring.notes, hidden_files(), self.callers.threads),
+            *(journal.memory, journal.notes, hidden_files(), self.callers.threads),
             (self._first, dropped),
         )
         return EntryPoints(*functions_of_group)
@@ -355,16 +361,16 @@ class NativeBackend(Backend):
 
     def _native_ended(self, handle: Any, verb: int, x: Any, out: Any, made: Any, *call: Any) -> Any:
         """Finish a blocking call that native code started; return its result or raise its error."""
-        root, number, limit = call  # ``number``: entry in the journal; ``limit``: seconds
+        root, number = call  # ``number``: entry in the journal
         try:
             if verb == journal.SENDRECV.code:
                 arrays = x, out, out
-                works = [self._wrapped(op, verb, arrays, 0, limit) for op in handle if op]
+                works = [self._wrapped(op, verb, arrays, 0) for op in handle if op]
                 raise_interruption(self.lib, self.ffi.NULL)
                 AllOf(works).wait()
                 return out
             raise_interruption(self.lib, self.ffi.cast("fl_op *", handle))
-            return self._wrapped(handle, verb, (x, out, made), root, limit).wait()
+            return self._wrapped(handle, verb, (x, out, made), root).wait()
         except BaseException as error:
             if self.journal is not None:
                 self.journal.record_failure(number, error)
@@ -377,15 +383,13 @@ class NativeBackend(Backend):
         *arrays, root, peer, entry, number = call
         work: Work = Done(arrays[2])
         if handle:
-            work = self._wrapped(handle, verb, arrays, root, self.timeout)
+            work = self._wrapped(handle, verb, arrays, root)
             work.id, work.number = entry, number
         if verb == codes.RECV:
             work.source = peer
         return work
 
-    def _wrapped(
-        self, handle: int, verb: int, arrays: Sequence[Any], root: int, seconds: float
-    ) -> NativeWork:
+    def _wrapped(self, handle: int, verb: int, arrays: Sequence[Any], root: int) -> NativeWork:
         """Return a Work for the operation at address ``handle``. It keeps ``arrays`` alive."""
         x, out, made, *_ = arrays
         result = made
@@ -394,7 +398,7 @@ class NativeBackend(Backend):
         elif made is not None and verb in (codes.ALL_GATHER, codes.GATHER):
             result = GATHERED
         name, op = NATIVE[verb].name, self.ffi.cast("fl_op *", handle)
-        work = NativeWork(self, name, op, arrays, seconds, result, x, out, root, made)
+        work = NativeWork(self, name, op, arrays, self.timeout, result, x, out, root, made)
         self._track(work)
         return work
 
@@ -519,13 +523,23 @@ class NativeBackend(Backend):
     def _result(self, call: Call, shape: Any) -> Array:
         return np.empty(shape, call.array.dtype) if call.out is None else call.out
 
-    def _gather(self, call: Call) -> Work:
+    def _gather(self, call: Call, like: Any = None) -> Work:
         """Start a gather. The library writes into ``out`` if the received bytes fit exactly."""
         room, out = self.ffi.NULL, call.out
         if out is not None and out.nbytes:  # otherwise ``wait`` checks the number of rows
             room = self.ffi.new("fl_room *", (self._pointer(out), out.nbytes))
-        receives = call.verb.fills(self.rank, call.root)
-        return self._launch(call, output=out, room=room, result=GATHERED if receives else None)
+        result = GATHERED if call.verb.fills(self.rank, call.root) else None
+        return self._launch(call, like=like, output=out, room=room, result=result)
+
+    def gather_small(self, call: Call, most: int) -> Work:
+        """Start the all_gather ``call`` of arrays of at most ``most`` bytes.
+
+        If an array of any rank is larger, no array is gathered. The result is then a list with the
+        number of rows of each rank.
+        """
+        x = call.array
+        like = x if x.nbytes <= most else _Withheld(x.shape, x.dtype, x.itemsize)
+        return self._gather(call, like)
 
     def _scatter(self, call: Call) -> Work:
         """Start a scatter. The library allocates the part of a rank that passes no ``out``."""
@@ -603,7 +617,7 @@ class NativeBackend(Backend):
         return any(not work.is_completed() for work in list(self._running))
 
     def abandon(self) -> None:
-        group, self.group, self._step = self.group, None, None
+        group, self.group = self.group, None
         self._do("abandon", group)
 
     def close(self) -> None:
@@ -611,7 +625,7 @@ class NativeBackend(Backend):
 
         If a signal handler closes the group, the call that it interrupted ends after the handler.
         """
-        group, self.group, self._step, self._kept = self.group, None, None, []
+        group, self.group, self._kept = self.group, None, []
         self._first.clear()
         self._do("close", group)
         self._running.clear()

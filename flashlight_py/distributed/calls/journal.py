@@ -1,7 +1,7 @@
 """The journal of a group: a counter of its calls, and a ring buffer with its latest calls.
 
 Native code writes each call as an entry with the layout of csrc/fast/ring.h. A call of Python code
-reserves an entry, too, but its data is a ``Record`` in ``Ring.notes``.
+reserves an entry, too, but its data is a ``Record`` in ``Journal.notes``.
 """
 
 from __future__ import annotations
@@ -238,29 +238,22 @@ def name_of_group(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, key))}{again}"
 
 
-class Ring:
-    """A ring buffer of calls. Native code and Python share it, so all calls are in order.
-
-    For each entry in ``memory``, ``notes`` has the line of user code, or the record of a Python
-    call. ``header[CALLERS]`` has the ids of threads that run a native call, or 0. The thread that
-    completes an asynchronous operation writes its end time.
-    """
-
-    def __init__(self) -> None:
-        self.memory = np.zeros(_HEADER_BYTES + codes.RECORDED_CALLS * _CALL.itemsize, np.uint8)
-        self.notes: list[Any] = [None] * codes.RECORDED_CALLS
-        self.header = memoryview(self.memory.data)[:_HEADER_BYTES].cast("Q")
-
-
-class Journal(Ring):
+class Journal:
     """Counts and records the calls of the group ``name``, whose members are ``ranks`` of the world.
 
     ``path`` names the transport, as in ``Backend``. ``count[0]`` is the number of collectives that
     this rank has called.
+
+    ``memory`` is a ring buffer of calls. Native code and Python share it, so all calls are in
+    order. For each entry, ``notes`` has the line of user code, or the record of a Python call.
+    ``header[CALLERS]`` has the ids of threads that run a native call, or 0. The thread that
+    completes an asynchronous operation writes its end time.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], path: str) -> None:
-        super().__init__()
+        self.memory = np.zeros(_HEADER_BYTES + codes.RECORDED_CALLS * _CALL.itemsize, np.uint8)
+        self.notes: list[Any] = [None] * codes.RECORDED_CALLS
+        self.header = memoryview(self.memory.data)[:_HEADER_BYTES].cast("Q")
         self.name, self.ranks, self.path = name, tuple(ranks), path
         self.count: Sequence[int] = self.header[_NUMBER : _NUMBER + 1]
         self._calls = self.memory[_HEADER_BYTES:].view(_CALL)

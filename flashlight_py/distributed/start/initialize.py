@@ -19,14 +19,13 @@ from flashlight_py.cores import affinity, fair_share
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.gloo import GlooBackend, GlooPart
-from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
+from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend, between_hosts
 from flashlight_py.distributed.backends.portable import PortableBackend
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.calls.call import SHUTDOWN, Call
 from flashlight_py.distributed.constants import DistributedInit
 from flashlight_py.distributed.failures import abort, flight_record
-from flashlight_py.distributed.failures.agreement import between_hosts
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.memory import topology
 from flashlight_py.distributed.rendezvous import environment
@@ -549,7 +548,6 @@ def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> C
         store.exchange(b"")
     else:
         try:
-            # A call goes to other hosts only after all ranks of this host have made it.
             at_once = settings.compares_at_once or len(hosts) > 1
             inside = ShmBackend(SubStore(store, host_ranks), settings.timeout, at_once)
         except errors.BackendUnavailableError as error:
@@ -561,13 +559,12 @@ def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> C
         return Choice(_gloo(store, settings), why, f"{_SLOW_GLOO}{failed}")
     if len(hosts) == 1:
         return Choice(inside, "all ranks share this host's memory")
-    # ``flat`` connects all ranks, ``between`` one rank per host. In both, ranks compare their calls
-    # before data moves. Otherwise hosts would start a call that ranks of another host do not make.
+    # ``flat`` connects all ranks, ``between`` one rank per host.
     limits = replace(settings, timeout=between_hosts(settings.timeout))
-    flat, between = _gloo(store, limits, lazily=True, at_once=True), None
+    flat, between = _gloo(store, settings, lazily=True), None
     if (local := host_ranks.index(store.rank)) < len(sharing.across):
         leading = SubStore(store, sharing.across[local])
-        between = _gloo(leading, limits, is_watched=True, at_once=True)
+        between = _gloo(leading, limits, is_watched=True)
     elif store.subgroup is None:
         store.exchange(b"")
     backend = HierarchicalBackend(
@@ -585,13 +582,13 @@ def _first_text(texts: Sequence[bytes]) -> str:
 
 
 def _gloo(
-    store: Store, settings: Settings, lazily: bool = False, is_watched: bool = False,
-    at_once: bool = False,
-) -> Backend:  # fmt: skip
+    store: Store, settings: Settings, lazily: bool = False, is_watched: bool = False
+) -> GlooBackend:
     """Create a ``GlooBackend`` for ``store``. A subgroup shares the connections of its parent."""
     if store.subgroup is not None:
         return GlooPart(store.subgroup.parent, store, settings.timeout)
     _native.load_extension("gloo")
+    at_once = settings.compares_at_once
     return GlooBackend(store, *_connecting(store, settings), lazily, is_watched, at_once)
 
 

@@ -25,8 +25,8 @@ _MASTER = (Keys.MASTER_ADDR, Keys.MASTER_PORT)
 class Settings:
     """Settings of a user. Times are in seconds.
 
-    ``checks``: True if ranks of several hosts compare their calls. ``compares_at_once``: True if a
-    call ends only after all ranks of the host have started it. ``host_timeout``: seconds until an
+    ``checks``: True if ranks of several hosts compare calls of large arrays. ``compares_at_once``:
+    True if a call ends only after all ranks have started it. ``host_timeout``: seconds until an
     unreachable host is declared lost; 0: never. ``job_key``: secret of the job, the same on all
     ranks.
     """
