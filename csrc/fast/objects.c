@@ -347,9 +347,9 @@ static int pickle_own(object_call *call) {
                                         : frame_of(call->object);
   }
   if (call->frame == NULL) return 0;
-  const int64_t most = call->verb == FL_GATHER_OBJECT ? SHORT_BYTES : call->binding->object_bytes;
-  const int shortens = call->verb == FL_GATHER_OBJECT || call->verb == FL_BROADCAST_OBJECT;
-  const int is_long = shortens && call->frame != Py_None && bytes_of(call->frame) > most;
+  const int64_t most_sent[] = {call->binding->object_bytes, INT64_MAX, SHORT_BYTES, INT64_MAX};
+  const int64_t most = most_sent[call->verb - FL_BROADCAST_OBJECT];
+  const int is_long = call->frame != Py_None && bytes_of(call->frame) > most;
   call->sent = is_long ? short_frame(call->frame) : Py_NewRef(call->frame);
   return call->sent != NULL;
 }

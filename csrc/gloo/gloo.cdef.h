@@ -31,8 +31,7 @@ typedef struct {
 int fl_watch_hosts(fl_group *group, const fl_hosts *hosts, const char *addresses, size_t address_bytes,
                    const char *key);
 
-/* Before any operation: combine small arrays of the ranks of each host before the results of the hosts.
-   `numbers` has the host number of each rank. */
+/* Before any operation: combine the small arrays of each host first. `numbers` has the host of each rank. */
 int fl_sum_by_hosts(fl_group *group, const int *numbers);
 
 /* If hosts are lost, also call give_up(other, why). `why` ends with `advice`. `other` is a group that must

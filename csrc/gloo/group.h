@@ -16,7 +16,6 @@ class Group {
   void call_ranks(std::vector<int> numbers) { mesh_->call_ranks(std::move(numbers)); }
   // Let each call wait until all ranks have made it, also in subgroups. Use this before any operation.
   void compare_at_once() { mesh_->family->engine.check_at_once(); }
-  // See Collectives. Use this before any operation.
   void sum_by_hosts(std::vector<int> host_of) { collectives_.sum_by_hosts(std::move(host_of)); }
   // Set the check for signals. Call it before the first run().
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }

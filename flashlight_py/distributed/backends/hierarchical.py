@@ -461,22 +461,11 @@ class HierarchicalBackend(Backend):
         for part in self.parts:
             part.count = (number,)  # errors name the call by this number
         try:
-            return run()
-        except errors.MismatchError as error:
-            if not error.group_lives:
-                self.end(error)
-            raise
+            return self.guarded(call.name, run)
         except (errors.PeerLostError, errors.CollectiveTimeoutError) as error:
-            # A connection between hosts may close before it delivers the reason of a loss. A rank
-            # of this host may have received the reason.
-            loss = self._inside.lost(call.name) if isinstance(error, errors.PeerLostError) else None
-            cause = loss if isinstance(loss, errors.PeerLostError) else error
-            self.end(cause)
-            raise type(error)(f"in {call.steps}: {cause}") from error
-        except ValueError:  # this rank's ``out`` has a wrong size; the group is intact
-            raise
-        except errors.GroupClosedError as error:
-            raise self.host_loss_or(call.name, error) from error
+            raise type(error)(f"in {call.steps}: {error}") from error
+        except (errors.DistributedError, ValueError):
+            raise  # ValueError: this rank's ``out`` has a wrong size, and the group is intact
         except BaseException as error:
             abort.report(error, self.parts)
             self._close_backends()
@@ -489,10 +478,20 @@ class HierarchicalBackend(Backend):
         except errors.GroupClosedError as error:
             raise self.host_loss_or(doing, error) from error
         except errors.DistributedError as error:
+            if self._is_closed:  # other ranks may react before this call has ended
+                text = f"[{doing}] {self._flat.name}: the group is closed. Create it again"
+                raise errors.GroupClosedError(text) from error
             group_lives = isinstance(error, errors.MismatchError) and error.group_lives
-            if not (group_lives or error.goes_on):
-                self.end(error)
-            raise
+            if group_lives or error.goes_on:
+                raise
+            # A connection between hosts may close before it delivers the reason of a loss. A rank
+            # of this host may have received the reason.
+            loss = self._inside.lost(doing) if isinstance(error, errors.PeerLostError) else None
+            cause = loss if isinstance(loss, errors.PeerLostError) else error
+            self.end(cause)
+            if cause is error:
+                raise
+            raise cause from error
 
     def host_loss_or(self, doing: str, error: errors.GroupClosedError) -> errors.DistributedError:
         """Return an error that names lost hosts, if their loss closed the group; else ``error``."""
