@@ -121,9 +121,7 @@ static PyObject *call_copies(PyObject *self, PyObject *const *args, int is_numbe
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   const Binding *binding = binding_of(self);
   if (binding == NULL) return NULL;
-  if (count != ARGUMENTS) {
-    return PyErr_Format(PyExc_TypeError, "expected (verb, x, out, op, scale, root or peer, tag, async_op)");
-  }
+  if (count != ARGUMENTS) return PyErr_Format(PyExc_TypeError, "expected 8 arguments, got %zd", count);
   const int is_left = is_left_to_python(binding);
   if (is_left < 0) return NULL;
   if (is_left) Py_RETURN_NOTIMPLEMENTED;

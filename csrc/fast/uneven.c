@@ -45,8 +45,7 @@ static fl_op *run_step(Binding *binding, const plain_call *call, ring_call *row)
   }
   fl_op *op;
   Py_BEGIN_ALLOW_THREADS;
-  op = binding->library.run(binding->group, &call->signature, call->data, call->output, -1, binding->seconds, 0,
-                    NULL);
+  op = binding->library.run(binding->group, &call->signature, call->data, call->output, -1, binding->seconds, 0, NULL);
   Py_END_ALLOW_THREADS;
   return op;
 }

@@ -7,8 +7,7 @@
 
 namespace fl {
 
-// True for 16-bit floats.
-inline bool is_narrow(int dtype) { return dtype == FL_FLOAT16 || dtype == FL_BFLOAT16; }
+inline bool is_narrow(int dtype) { return dtype == FL_FLOAT16 || dtype == FL_BFLOAT16; }  // a float of 16 bits
 
 // into[i] = scale * (from[0][i] op from[1][i] op ...), always in this order, so that the bits do not depend
 // on the rank that computes them. float16 and bfloat16 accumulate in float32 and round once. Integers wrap,
