@@ -47,13 +47,6 @@ static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *c
   return work;
 }
 
-/* Return 1 for an all_to_all with row counts (list or tuple). With other verbs, Python handles row counts. */
-static int has_rows(PyObject *const *args) {
-  int overflow;
-  return (PyList_CheckExact(args[3]) || PyTuple_CheckExact(args[3])) && PyLong_Check(args[0]) &&
-         PyLong_AsLongAndOverflow(args[0], &overflow) == FL_ALL_TO_ALL;
-}
-
 enum { ARGUMENTS = 8 };
 
 /* Run native_call for arrays. is_left_to_python() has returned 0 before. */
@@ -61,12 +54,14 @@ static PyObject *call_arrays(PyObject *self, PyObject *const *args) {
   Binding *binding = binding_of(self);
   PyObject *x = args[1], *out = args[2];
   plain_call call;
+  int32_t verb = -1;
   const int is_async = PyObject_IsTrue(args[7]);
   if (is_async < 0) return NULL;
-  if (PyBool_Check(out) && PyLong_Check(args[0]) && PyLong_AsLong(args[0]) == FL_ALL_REDUCE) {
-    return native_several(self, args, is_async);
-  }
-  if (!is_async && has_rows(args)) return native_uneven(binding, x, out, args[3]);
+  plain_int(args[0], FL_SENDRECV, &verb);
+  if (verb == FL_ALL_REDUCE && PyBool_Check(out)) return native_several(self, args, is_async);
+  /* Row counts of other verbs are left to Python. */
+  const int has_rows = verb == FL_ALL_TO_ALL && (PyList_CheckExact(args[3]) || PyTuple_CheckExact(args[3]));
+  if (has_rows && !is_async) return native_uneven(binding, x, out, args[3]);
   const int plain = plain_read(args, binding->rank, binding->size, &call);
   if (plain < 0) return NULL;
   if (!plain) Py_RETURN_NOTIMPLEMENTED;

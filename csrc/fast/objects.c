@@ -322,7 +322,9 @@ static PyObject *result_of(const object_call *call) {
   const fl_signature shown = shown_of(call);
   if (alone) entry = record_alone(call->binding, &shown);
   if (alone || run(call, &all, &entry)) {
-    if (alone || (!gathers(call) && is_root(call))) {
+    if (call->verb == FL_BROADCAST_OBJECT && is_root(call) && call->sent != call->frame) { /* Python sends the rest */
+      result = Py_BuildValue("(OKO)", call->sent, (unsigned long long)entry.id, call->frame);
+    } else if (alone || (!gathers(call) && is_root(call))) {
       PyObject *own_object = call->object;
       if (call->verb == FL_SCATTER_OBJECT) own_object = PyList_GetItem(own_object, call->binding->rank);
       result = own_object == NULL ? NULL : PyList_New(1);

@@ -357,7 +357,8 @@ def test_fully_shard_raises_value_error_for_fortran_order(rank: int, size: int) 
             weight.array = np.asfortranarray(weight.array)
         kept = [param.data for param in model.params()]
         error = ValueError if has else fl.errors.MismatchError
-        with pytest.raises(error, match=r"some\.weight .* got strides .*ascontiguousarray"):
+        words = r"some\.weight .* must be" + has * " .*, got strides .*ascontiguousarray"
+        with pytest.raises(error, match=words):
             fl.fully_shard(model)
         for param, data in zip(model.params(), kept, strict=True):
             assert param.placement is None
