@@ -44,8 +44,7 @@ typedef struct {
   void *group;
   int rank, size;
   double seconds;
-  long long packed_bytes[2]; /* maximum bytes of an array to pack: blocking, asynchronous */
-  long long object_bytes;    /* maximum bytes of an object that a broadcast sends in one step */
+  long long packed_bytes[2], object_bytes; /* maximum bytes: arrays to pack (blocking, async), an object in one step */
   native_library library;
   PyObject *ended;         /* called with an ended operation: raises its error or fetches its result */
   PyObject *started;       /* called with a running operation; returns the Work */

@@ -1,7 +1,5 @@
 // Collectives that reduce arrays.
 
-#include <map>
-
 #include "../reduce/reduce.h"
 #include "collectives.h"
 
