@@ -44,7 +44,8 @@ typedef struct {
   void *group;
   int rank, size;
   double seconds;
-  long long packed_bytes[2], object_bytes; /* maximum bytes: arrays to pack (blocking, async), an object in one step */
+  long long packed_bytes[2]; /* maximum bytes of an array to pack: blocking, asynchronous */
+  const int64_t *most; /* for each verb, maximum bytes; then the same for messages with any rank and each rank; or NULL */
   native_library library;
   PyObject *ended;         /* called with an ended operation: raises its error or fetches its result */
   PyObject *started;       /* called with a running operation; returns the Work */
@@ -75,6 +76,10 @@ extern _Thread_local PyObject *called_verb;
 
 static inline Binding *binding_of(PyObject *self) {
   return PyCapsule_GetPointer(PyTuple_GetItem(self, 0), NULL);
+}
+/* Return 1 if the group's library runs blocking calls of `bytes` bytes. `place`: index in `most`. */
+static inline int runs_here(const Binding *binding, int place, int64_t bytes) {
+  return binding->most == NULL || bytes <= binding->most[place];
 }
 static inline int is_alone(const Binding *binding) { return binding->library.run == NULL; }
 

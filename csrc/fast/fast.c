@@ -58,14 +58,17 @@ static PyObject *call_arrays(PyObject *self, PyObject *const *args) {
   const int is_async = PyObject_IsTrue(args[7]);
   if (is_async < 0) return NULL;
   plain_int(args[0], FL_SENDRECV, &verb);
-  if (verb == FL_ALL_REDUCE && PyBool_Check(out)) return native_several(self, args, is_async);
-  /* Row counts of other verbs are left to Python. */
+  if (verb == FL_ALL_REDUCE && PyBool_Check(out) && binding->most == NULL) return native_several(self, args, is_async);
   const int has_rows = verb == FL_ALL_TO_ALL && (PyList_CheckExact(args[3]) || PyTuple_CheckExact(args[3]));
   if (has_rows && !is_async) return native_uneven(binding, x, out, args[3]);
   const int plain = plain_read(args, binding->rank, binding->size, &call);
   if (plain < 0) return NULL;
   if (!plain) Py_RETURN_NOTIMPLEMENTED;
-  if (is_alone(binding) && !can_run_alone(&call, out)) {
+  const fl_signature *s = &call.signature;
+  const int place = is_message(s->verb) ? FL_VERBS + 1 + call.peer : s->verb;
+  const int runs = !is_async && !PyTuple_Check(x) && runs_here(binding, place, s->count * s->itemsize);
+  const int is_left = binding->most != NULL && !runs;
+  if (is_left || (is_alone(binding) && !can_run_alone(&call, out))) {
     Py_XDECREF(call.result);
     Py_RETURN_NOTIMPLEMENTED;
   }
@@ -197,22 +200,10 @@ static void free_binding(PyObject *capsule) {
   free(binding);
 }
 
-/* Check the layout that ring.h assumes. */
-static int check(Binding *binding) {
-  PyArrayObject *memory = (PyArrayObject *)binding->memory;
-  if (PyArray_NBYTES(memory) != sizeof(ring) || !PyArray_ISCARRAY(memory) ||
-      PyList_Size(binding->notes) != FL_RECORDED_CALLS) {
-    PyErr_SetString(PyExc_ValueError, "the memory of the ring has an unexpected layout");
-    return 0;
-  }
-  binding->calls = PyArray_DATA(memory);
-  return 1;
-}
-
 static int parse(PyObject *args, Binding *b) {
-  PyObject *group, *owner, *addresses;
-  if (!PyArg_ParseTuple(args, "OOiid(LLL)O!(OOO)(OOOO!)O!O!O!O!(O!O)", &group, &owner, &b->rank, &b->size, &b->seconds,
-                        &b->packed_bytes[0], &b->packed_bytes[1], &b->object_bytes, &PyTuple_Type, &addresses,
+  PyObject *group, *owner, *most, *addresses;
+  if (!PyArg_ParseTuple(args, "OOiid(LL)OO!(OOO)(OOOO!)O!O!O!O!(O!O)", &group, &owner, &b->rank, &b->size, &b->seconds,
+                        &b->packed_bytes[0], &b->packed_bytes[1], &most, &PyTuple_Type, &addresses,
                         &b->ended, &b->started, &b->here, &b->together, &b->forked, &b->work, &PyDict_Type,
                         &b->running, &PyArray_Type, &b->memory, &PyList_Type, &b->notes, &PyTuple_Type,
                         &b->folders, &PySet_Type, &b->inside, &PyList_Type, &b->first, &b->dropped)) {
@@ -220,17 +211,21 @@ static int parse(PyObject *args, Binding *b) {
   }
   size_t library[sizeof b->library / sizeof(size_t)];
   const Py_ssize_t count = sizeof library / sizeof *library;
-  if (PyTuple_Size(addresses) != count) {
-    PyErr_Format(PyExc_ValueError, "expected addresses of %zd functions, got %zd", count, PyTuple_Size(addresses));
+  PyArrayObject *memory = (PyArrayObject *)b->memory;
+  if (PyTuple_Size(addresses) != count || PyArray_NBYTES(memory) != sizeof(ring) || !PyArray_ISCARRAY(memory) ||
+      PyList_Size(b->notes) != FL_RECORDED_CALLS) { /* ring.h and the functions of the library assume these sizes */
+    PyErr_SetString(PyExc_ValueError, "bind: the ring or the list of functions has an unexpected size");
     return 0;
   }
   for (Py_ssize_t i = 0; i < count; ++i) library[i] = PyLong_AsSize_t(PyTuple_GetItem(addresses, i));
   memcpy(&b->library, library, sizeof library);
   b->group = PyLong_AsVoidPtr(group);
-  return !PyErr_Occurred() && check(b);
+  b->most = most == Py_None ? NULL : PyArray_DATA((PyArrayObject *)most);
+  b->calls = PyArray_DATA(memory);
+  return !PyErr_Occurred();
 }
 
-/* bind(group, owner, rank, size, seconds, (*packed_bytes, object_bytes),
+/* bind(group, owner, rank, size, seconds, packed_bytes, most,
      (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
      (ended, started, here), (together, forked, work, running), memory, notes, folders, inside,
      (first, dropped)):

@@ -349,9 +349,9 @@ static int pickle_own(object_call *call) {
                                         : frame_of(call->object);
   }
   if (call->frame == NULL) return 0;
-  const int64_t most_sent[] = {call->binding->object_bytes, INT64_MAX, SHORT_BYTES, INT64_MAX};
-  const int64_t most = most_sent[call->verb - FL_BROADCAST_OBJECT];
-  const int is_long = call->frame != Py_None && bytes_of(call->frame) > most;
+  const int64_t bytes = call->frame == Py_None ? 0 : bytes_of(call->frame);
+  const int is_long = (call->verb == FL_GATHER_OBJECT && bytes > SHORT_BYTES) ||
+                      (call->verb == FL_BROADCAST_OBJECT && !runs_here(call->binding, FL_BROADCAST, bytes));
   call->sent = is_long ? short_frame(call->frame) : Py_NewRef(call->frame);
   return call->sent != NULL;
 }

@@ -95,7 +95,7 @@ class Backend(abc.ABC):
     hosts: Sequence[Sequence[int]] = ()  # ranks of each host that share memory; (): none do
     finds_shape = False  # True: receivers of a broadcast may pass no array
     packed_bytes = 32 << 10, 32 << 10  # max. bytes of arrays to pack: blocking, async
-    object_bytes = 0  # max. bytes of an object that broadcast_object sends in one step
+    object_bytes = 1 << 62  # max. bytes of an object that broadcast_object sends in one step
     count: Sequence[int] = (0,)  # number of collectives that users called in this group
     composite: object = None  # the same in all parts of a hierarchical backend
     network: Any = None  # backend whose TCP connections subgroups reuse, or None

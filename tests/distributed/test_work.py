@@ -192,7 +192,7 @@ def test_hierarchical_group_ends_only_if_the_operation_has_failed(goes_on: bool)
     work = EndsAtLimit(
         wait_timeout_error("late", 0.0) if goes_on else CollectiveTimeoutError("late")
     )
-    owner: Any = SimpleNamespace(end=ended.append)
+    owner: Any = SimpleNamespace(end=ended.append, _is_closed=False)
     with pytest.raises(CollectiveTimeoutError, match="late"):
         HierarchicalBackend.guarded(owner, "send", lambda: work.wait(0.0))
     assert len(ended) == (not goes_on)

@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 
 from flashlight_py import _native, errors
+from flashlight_py._native import codes
 from flashlight_py.device import Array
 from flashlight_py.distributed import verbs
 from flashlight_py.distributed.backend import Backend, Callers, EntryPoints, left_to_python
 from flashlight_py.distributed.backends.gloo import GlooBackend
-from flashlight_py.distributed.backends.native import NativeBackend
+from flashlight_py.distributed.backends.native import NativeBackend, Outer
 from flashlight_py.distributed.calls import combining
 from flashlight_py.distributed.calls.arrays import as_bytes, check_out_rows, row_bytes
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
@@ -237,8 +238,6 @@ _BY_HOSTS = [verb for verb in verbs.VERBS if hasattr(HostCalls, verb.name)]
 _LOOK_SECONDS, _SLICE_SECONDS = 1e-5, 0.02
 
 _NEVER = 1e9  # seconds; stands for no timeout
-# Indices of arguments after the array in ``EntryPoints.collective``
-_ROOT, _ASYNC = 3, 5
 
 
 class HierarchicalBackend(Backend):
@@ -281,7 +280,7 @@ class HierarchicalBackend(Backend):
             if isinstance(part, NativeBackend):
                 flat.propagate_host_loss(part)
         flat.sum_by_hosts(self.hosts)
-        flat.object_bytes = self.object_bytes
+        flat.object_bytes, flat.may_withhold = self.object_bytes, True
         self._checked = checked
         self._calls = HostCalls(rank, hosts, inside, between)
         # Maximum bytes of an array that a rank sends in ``flat``.
@@ -300,44 +299,35 @@ class HierarchicalBackend(Backend):
 
     def bind(self, journal: Journal) -> EntryPoints:
         """Return the native functions of ``flat``, for blocking calls that ``flat`` runs."""
-        points = self._flat.bind(journal)
-        most = {verb.code: most for verb, most in self._most.items()}
-        others = set(range(self.size)) - set(self._host)
-
-        def collective(code: int, x: Any, *args: Any) -> Any:
-            nbytes = 0 if x is None else x.nbytes if type(x) is np.ndarray else math.inf
-            if nbytes > most.get(code, nbytes) or (code == ALL_GATHER.code and not nbytes):
-                return NotImplemented
-            if code in (verbs.SEND.code, verbs.RECV.code) and args[_ROOT] not in others:
-                return NotImplemented
-            if args[_ASYNC] or not self._is_idle():
-                return NotImplemented
-            result = self._run_fast(code, lambda: points.collective(code, x, *args))
-            if code == ALL_GATHER.code and type(result) is list:
-                call = Call(ALL_GATHER, x, out=args[0])
-                return self._run(call, self.count[0], lambda: self._calls.all_gather(call, result))
-            return result
+        most = np.full(codes.VERBS + 1 + self.size, np.iinfo(np.int64).max)
+        for verb, limit in self._most.items():
+            most[verb.code] = limit
+        most[[codes.VERBS, *(codes.VERBS + 1 + rank for rank in self._host)]] = -1
+        outer = Outer(self._native_ended, most, self.callers.threads, self._running)
+        points = self._flat.bind(journal, outer)
 
         def objects(code: int, value: Any, root: Any) -> Any:
-            if code == ALL_GATHER_OBJECT.code or not self._is_idle():
-                return NotImplemented
-            return self._run_fast(code, lambda: points.objects(code, value, root))
+            gathers = code == ALL_GATHER_OBJECT.code  # a large array then needs other steps
+            return NotImplemented if gathers else points.objects(code, value, root)
 
-        return EntryPoints(collective, left_to_python, objects)
+        return EntryPoints(points.collective, left_to_python, objects)
 
-    def _run_fast(self, code: int, call: Callable[[], Any]) -> Any:
-        """Return ``call()``, a call of the verb with number ``code`` in ``flat``."""
-        self._flat.count = self.count
+    def _native_ended(self, handle: Any, verb: int, x: Any, out: Any, *call: Any) -> Any:
+        """Finish a call of ``flat`` that native code started; see ``NativeBackend``."""
+        flat = self._flat
+        flat.count = self.count
+        ended = lambda: flat.native_ended(handle, verb, x, out, *call)  # noqa: E731
         try:
-            return self.guarded(NATIVE[code].name, call)
+            result = self.guarded(NATIVE[verb].name, ended)
         except BaseException as error:
             if not isinstance(error, Exception):  # such as Ctrl-C: the other ranks must not wait
                 abort.report(error, self.parts)
             raise
-
-    def _is_idle(self) -> bool:
-        """Return whether this thread can start a call at once."""
-        return not (self._is_pending() or self.callers.contains_this_thread())
+        if verb != ALL_GATHER.code or type(result) is not list:
+            return result
+        large = Call(ALL_GATHER, x, out=out)
+        run = lambda: self._calls.all_gather(large, result)  # noqa: E731
+        return self._in_call(large.name, lambda: self._run(large, self.count[0], run))
 
     def limit(self, seconds: float) -> None:
         self._set_timeouts(seconds)
@@ -351,9 +341,20 @@ class HierarchicalBackend(Backend):
         self._calls.far = between_hosts(seconds)
 
     def start(self, call: Call) -> Work:
-        if call.verb.is_message:
-            return self._message(call)
-        self.callers.check("refuse" if call.refusal else call.name)
+        begin = self._message if call.verb.is_message else self._collective
+        work: Work = self._in_call("refuse" if call.refusal else call.name, lambda: begin(call))
+        return work
+
+    def _in_call(self, name: str, begin: Callable[[], Any]) -> Any:
+        """Return ``begin()``. Meanwhile, a signal handler of this thread cannot start a call."""
+        thread = self.callers.check(name)
+        try:
+            self.callers.threads.add(thread)
+            return begin()
+        finally:
+            self.callers.threads.discard(thread)
+
+    def _collective(self, call: Call) -> Work:
         if call.refusal and not self._checked:  # no comparison would notify other ranks
             self.end(errors.MismatchError(f"{names([self.rank])} called {call}"))
             return Done()
@@ -387,15 +388,13 @@ class HierarchicalBackend(Backend):
 
     def _is_pending(self) -> bool:
         """Return whether a call has not ended on the thread, so that later calls must wait."""
-        if not self._running:
-            return False
         ended = list(takewhile(FutureWork.is_completed, self._running))  # operations end in order
-        self._running = self._running[len(ended) :]
-        self._failed = [work for work in (*self._failed, *ended) if not work.is_settled]
+        if ended:
+            del self._running[: len(ended)]
+            self._failed = [work for work in (*self._failed, *ended) if not work.is_settled]
         return bool(self._running)
 
     def _message(self, call: Call) -> Work:
-        self.callers.check("refuse" if call.refusal else call.name)
         if call.peer == ANY_RANK:
             return self._receive_open(call)
         is_inside = call.peer in self._host
@@ -435,24 +434,21 @@ class HierarchicalBackend(Backend):
             except MemoryError as error:  # not raised here, because that would end the group
                 return error
 
-        array: Array | MemoryError = self._start(call, inside).wait()
+        work = self._in_call(call.name, lambda: self._start(call, inside))
+        array: Array | MemoryError = work.wait()
         if isinstance(array, MemoryError):
             raise array
         return [array]
 
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
         """Run ``call`` here if it blocks and no call is pending; else queue it for the thread."""
-        thread, number = self.callers.check(call.name), self.count[0]
-        try:
-            self.callers.threads.add(thread)
-            if call.blocking and not self._is_pending():
-                return Done(self._run(call, number, run))
-            if self._thread is None:
-                self._thread = futures.ThreadPoolExecutor(1, "flashlight_py hierarchical")
-            run_here = called_at(caller())(self._run)
-            work = FutureWork(self._thread.submit(run_here, call, number, run))
-        finally:
-            self.callers.threads.discard(thread)
+        number = self.count[0]
+        if call.blocking and not self._is_pending():
+            return Done(self._run(call, number, run))
+        if self._thread is None:
+            self._thread = futures.ThreadPoolExecutor(1, "flashlight_py hierarchical")
+        run_here = called_at(caller())(self._run)
+        work = FutureWork(self._thread.submit(run_here, call, number, run))
         self._running.append(work)
         return work
 

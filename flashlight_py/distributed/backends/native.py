@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import threading
 import time
 import zlib
@@ -229,8 +228,7 @@ class NativeWork(Work):
             return result
         signatures = [self._signatures()[rank] for rank in range(backend.size)]
         counts = [signature.shape[0] for signature in signatures]
-        sizes = [signature.count for signature in signatures]
-        if any(map(operator.lt, sizes, counts)) and row_bytes(self._like):
+        if backend.may_withhold and any(s.shape[0] and not s.count for s in signatures):
             return counts
         rows = sum(counts)
         if result is not None and call_arrays.row_count(result) == rows:  # empty: no bytes arrived
@@ -271,6 +269,21 @@ class _Withheld(NamedTuple):
     size: int = 0
 
 
+class Outer(NamedTuple):
+    """What a backend on top of a native backend adds to the native functions of ``bind``.
+
+    ``ended`` replaces ``native_ended``. ``most`` has the maximum number of bytes of a blocking call
+    for each verb by code, then for a message with any rank, and with each rank. All other calls are
+    left to Python, also with memory instead of arrays, of ``threads``, and while ``waiting`` has
+    entries.
+    """
+
+    ended: Callable[..., Any]
+    most: Array | None
+    threads: set[int]
+    waiting: list[Any]
+
+
 class NativeBackend(Backend):
     """Backend for the ranks of ``store`` in a native library with the C ABI of ``csrc/common``.
 
@@ -280,7 +293,7 @@ class NativeBackend(Backend):
     journal: Journal | None = None  # None until ``bind``
     steps: tuple[str, ...] = ()  # names of C functions that run a call in several steps
     finds_shape = True
-    object_bytes = 1 << 62  # see ``Backend``
+    may_withhold = False  # whether a rank may call ``gather_small``
     asks_for_sites = False  # whether the library asks for the call site of a blocking call
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
@@ -300,10 +313,11 @@ class NativeBackend(Backend):
         self._first: list[Any] = []  # garbage-collected shared arrays, which the next call frees
         self._kept: list[Any] = []  # buffers that the library may write until it frees the group
 
-    def bind(self, journal: Journal) -> EntryPoints:
+    def bind(self, journal: Journal, outer: Outer | None = None) -> EntryPoints:
         """Return native functions that accept plain NumPy arrays directly; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
+        outer = outer or Outer(self.native_ended, None, self.callers.threads, self._first)
         self.journal = journal
         journal.open_to_native(fast.clocks)
         fast.verbs(FLAGS)
@@ -315,12 +329,12 @@ class NativeBackend(Backend):
         functions = [self._address_of(self.ffi.addressof(self.lib, name)) for name in names]
         of_group = self._address_of(group), group, self.rank, self.size
         functions_of_group = fast.bind(
-            *(*of_group, self.timeout, (*self.packed_bytes, self.object_bytes)),
+            *(*of_group, self.timeout, self.packed_bytes, outer.most),
             (*functions, *((0,) * 5 if not self.steps else ())),
-            (self._native_ended, self._native_started, self._native_call_site),
+            (outer.ended, self._native_started, self._native_call_site),
             (AllOf, _raise_forked_error, light_work(fast), self._running),
-            *(journal.memory, journal.notes, hidden_files(), self.callers.threads),
-            (self._first, dropped),
+            *(journal.memory, journal.notes, hidden_files(), outer.threads),
+            (outer.waiting, dropped),
         )
         return EntryPoints(*functions_of_group)
 
@@ -359,7 +373,7 @@ class NativeBackend(Backend):
     def _native_call_site(self) -> int:
         return self._address_of(self._call_site(1))
 
-    def _native_ended(self, handle: Any, verb: int, x: Any, out: Any, made: Any, *call: Any) -> Any:
+    def native_ended(self, handle: Any, verb: int, x: Any, out: Any, made: Any, *call: Any) -> Any:
         """Finish a blocking call that native code started; return its result or raise its error."""
         root, number = call  # ``number``: entry in the journal
         try:

@@ -56,7 +56,7 @@ class SingleBackend(Backend):
         journal.open_to_native(fast.clocks)
         fast.verbs(FLAGS)
         functions = fast.bind(
-            *(0, None, 0, 1, 0.0, (0, 0, 1 << 62), (0,) * 12, (None,) * 3),
+            *(0, None, 0, 1, 0.0, (0, 0), None, (0,) * 12, (None,) * 3),
             (AllOf, None, light_work(fast), {}),
             *(journal.memory, journal.notes, hidden_files(), set(), ([], dropped)),
         )
