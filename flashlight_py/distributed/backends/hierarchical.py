@@ -50,7 +50,7 @@ from flashlight_py.distributed.work import FAILURES, Done, Then, Work, wait_for,
 
 # Maximum bytes that a rank sends with a comparison: more bytes need less time if each host sends
 # them only once. In an all_gather, each rank can always send ``_SHORT_BYTES``.
-_FLAT_BYTES = 64 << 10
+_FLAT_BYTES = 65 << 10
 _SHORT_BYTES = 1 << 10
 
 # Arrays up to this number of bytes are sent by one leader: sections would need more messages.
