@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
 from flashlight_py.distributed.backends.mpi.backend import Operation
+from flashlight_py.distributed.backends.native import NativeWork
+from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.journal import Journal
 from flashlight_py.distributed.verbs import BARRIER
@@ -214,6 +217,19 @@ def test_all_of_returns_its_results_after_a_wait_has_timed_out() -> None:
     with pytest.raises(CollectiveTimeoutError):
         work.wait(0.0)
     assert work.wait() == [1, "arrived"]
+
+
+class Replaced(NativeWork):
+    """Another thread replaces the result function after its first read."""
+
+    _forks, _backend = journal.forks, MagicMock()
+    _lib, _status = SimpleNamespace(FL_PENDING=1, FL_OK=0), lambda *_: 0
+    _reads = iter([lambda _: [1]])
+    _result = property(lambda self: next(self._reads, [1]), lambda *_: None)
+
+
+def test_two_threads_may_wait_for_one_result() -> None:
+    assert object.__new__(Replaced).wait() == [1]
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

@@ -164,9 +164,10 @@ class NativeWork(Work):
                 backend.journal.record_failure(self.id, error)
                 self.id = 0  # record the call once, even if several threads wait
             raise error
-        if callable(self._result):
-            self._result = self._result(self)
-        return self._result
+        result = self._result  # read once, because another thread may replace it
+        if callable(result):
+            self._result = result = result(self)
+        return result
 
     def _status(self, seconds: float) -> int:
         group = self._backend.group  # noqa: F841  (keeps it alive: a wait may run the operation)
@@ -228,7 +229,7 @@ class NativeWork(Work):
             return result
         signatures = [self._signatures()[rank] for rank in range(backend.size)]
         counts = [signature.shape[0] for signature in signatures]
-        if backend.may_withhold and any(s.shape[0] and not s.count for s in signatures):
+        if backend.may_withhold and any(map(_is_withheld, signatures)):
             return counts
         rows = sum(counts)
         if result is not None and call_arrays.row_count(result) == rows:  # empty: no bytes arrived
@@ -258,6 +259,12 @@ class NativeWork(Work):
 
 # Functions that return a result from received data: rows of all ranks, one part, or calls.
 GATHERED, SCATTERED, COMPARED = NativeWork._gathered, NativeWork._scattered, NativeWork._compared
+
+
+def _is_withheld(signature: Any) -> bool:
+    """Return whether the rank that sent ``signature`` has not sent its array."""
+    ndim = min(signature.ndim, codes.DIMENSIONS)
+    return not signature.count and all(signature.shape[d] for d in range(ndim))
 
 
 class _Withheld(NamedTuple):
