@@ -58,7 +58,7 @@ static PyObject *call_arrays(PyObject *self, PyObject *const *args) {
   const int is_async = PyObject_IsTrue(args[7]);
   if (is_async < 0) return NULL;
   plain_int(args[0], FL_SENDRECV, &verb);
-  if (verb == FL_ALL_REDUCE && PyBool_Check(out) && binding->most == NULL) return native_several(self, args, is_async);
+  if (verb == FL_ALL_REDUCE && PyBool_Check(out)) return native_several(self, args, is_async);
   const int has_rows = verb == FL_ALL_TO_ALL && (PyList_CheckExact(args[3]) || PyTuple_CheckExact(args[3]));
   if (has_rows && !is_async) return native_uneven(binding, x, out, args[3]);
   const int plain = plain_read(args, binding->rank, binding->size, &call);

@@ -195,7 +195,7 @@ PyObject *native_several(PyObject *self, PyObject *const *args, int is_async) {
   const Py_ssize_t count = PyList_CheckExact(xs) || PyTuple_CheckExact(xs) ? PySequence_Size(xs) : 0;
   const int packs = args[2] == Py_True && !is_alone(binding);
   list all = {few, count, few_of_message, few_spans, packs ? binding->packed_bytes[is_async] : -1};
-  if (count <= 0 || count >= INT_MAX) Py_RETURN_NOTIMPLEMENTED;
+  if (count <= 0 || count >= INT_MAX || binding->most != NULL) Py_RETURN_NOTIMPLEMENTED;
   if (count > FEW) {
     all.items = PyMem_Malloc((size_t)count * (sizeof(item) + sizeof(plain_span) + sizeof(item *)));
     if (all.items == NULL) return PyErr_NoMemory();

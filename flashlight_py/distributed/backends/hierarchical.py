@@ -34,13 +34,7 @@ from flashlight_py.distributed.calls import combining
 from flashlight_py.distributed.calls.arrays import as_bytes, check_out_rows, row_bytes
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.calls.combining import factors, split_rows
-from flashlight_py.distributed.calls.journal import (
-    ALL_GATHER_OBJECT,
-    NATIVE,
-    Journal,
-    called_at,
-    caller,
-)
+from flashlight_py.distributed.calls.journal import NATIVE, Journal, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import names
@@ -307,7 +301,7 @@ class HierarchicalBackend(Backend):
         points = self._flat.bind(journal, outer)
 
         def objects(code: int, value: Any, root: Any) -> Any:
-            gathers = code == ALL_GATHER_OBJECT.code  # a large array then needs other steps
+            gathers = code == codes.ALL_GATHER_OBJECT  # a large array then needs other steps
             return NotImplemented if gathers else points.objects(code, value, root)
 
         return EntryPoints(points.collective, left_to_python, objects)
@@ -317,17 +311,17 @@ class HierarchicalBackend(Backend):
         flat = self._flat
         flat.count = self.count
         ended = lambda: flat.native_ended(handle, verb, x, out, *call)  # noqa: E731
-        try:
-            result = self.guarded(NATIVE[verb].name, ended)
-        except BaseException as error:
-            if not isinstance(error, Exception):  # such as Ctrl-C: the other ranks must not wait
-                abort.report(error, self.parts)
-            raise
-        if verb != ALL_GATHER.code or type(result) is not list:
+        result = self._guarded_or_end(NATIVE[verb].name, ended)
+        if verb != codes.ALL_GATHER or type(result) is not list:
             return result
         large = Call(ALL_GATHER, x, out=out)
         run = lambda: self._calls.all_gather(large, result)  # noqa: E731
-        return self._in_call(large.name, lambda: self._run(large, self.count[0], run))
+        try:
+            return self._in_call(large.name, lambda: self._run(large, self.count[0], run))
+        except BaseException as error:
+            assert flat.journal is not None
+            flat.journal.record_failure(call[-1], error)
+            raise
 
     def limit(self, seconds: float) -> None:
         self._set_timeouts(seconds)
@@ -360,9 +354,11 @@ class HierarchicalBackend(Backend):
             return Done()
         if not self._is_flat(call):
             return self._start(call, lambda: self._run_by_hosts(call))
-        if not self._is_pending():
+        # A started all_to_all of unequal parts first waits for the numbers of rows.
+        waits = call.rows is not None and not (call.blocking or call.verb.reduces or call.compared)
+        if not (waits or self._is_pending()):
             self._flat.count = self.count
-            work = self.guarded(call.name, lambda: self._flat.start(call))
+            work = self._guarded_or_end(call.name, lambda: self._flat.start(call))
             return work if isinstance(work, Done) else PartWork(self, call, [(work, ())])
         blocking = replace(call, blocking=True)
         work = self._start(call, lambda: self._flat.start(blocking).wait())
@@ -384,14 +380,19 @@ class HierarchicalBackend(Backend):
             return self._calls.all_gather(call, result) if type(result) is list else result
         if self._checked:
             self._flat.start(replace(call, compared=True, blocking=True, out=None)).wait()
-        return getattr(self._calls, call.verb.name)(call)
+        try:
+            return getattr(self._calls, call.verb.name)(call)
+        except errors.MismatchError as error:
+            error.group_lives = False  # other ranks may still be inside the call
+            raise
 
     def _is_pending(self) -> bool:
         """Return whether a call has not ended on the thread, so that later calls must wait."""
         ended = list(takewhile(FutureWork.is_completed, self._running))  # operations end in order
-        if ended:
-            del self._running[: len(ended)]
-            self._failed = [work for work in (*self._failed, *ended) if not work.is_settled]
+        for work in ended:
+            with suppress(ValueError):  # another thread has removed it
+                self._running.remove(work)
+                self._failed = [other for other in (*self._failed, work) if not other.is_settled]
         return bool(self._running)
 
     def _message(self, call: Call) -> Work:
@@ -457,9 +458,14 @@ class HierarchicalBackend(Backend):
         for part in self.parts:
             part.count = (number,)  # errors name the call by this number
         try:
-            return self.guarded(call.name, run)
+            return self._guarded_or_end(call.name, run)
         except (errors.PeerLostError, errors.CollectiveTimeoutError) as error:
             raise type(error)(f"in {call.steps}: {error}") from error
+
+    def _guarded_or_end(self, name: str, run: Callable[[], Any]) -> Any:
+        """Return ``guarded(name, run)``. After another exception, such as Ctrl-C, end the group."""
+        try:
+            return self.guarded(name, run)
         except (errors.DistributedError, ValueError):
             raise  # ValueError: this rank's ``out`` has a wrong size, and the group is intact
         except BaseException as error:

@@ -263,8 +263,8 @@ GATHERED, SCATTERED, COMPARED = NativeWork._gathered, NativeWork._scattered, Nat
 
 def _is_withheld(signature: Any) -> bool:
     """Return whether the rank that sent ``signature`` has not sent its array."""
-    ndim = min(signature.ndim, codes.DIMENSIONS)
-    return not signature.count and all(signature.shape[d] for d in range(ndim))
+    extents = signature.shape[0 : max(0, min(signature.ndim, codes.DIMENSIONS))]
+    return signature.verb == codes.ALL_GATHER and not signature.count and all(extents)
 
 
 class _Withheld(NamedTuple):
