@@ -48,13 +48,13 @@ def meet_until_lost() -> None:
 
 
 def send_when_told() -> None:
-    """Send from rank 0 to the last rank, which waits, over a new connection."""
-    last = fl.get_world_size() - 1
+    """Send from rank 0 to the last rank, which waits. The array is too large to be copied."""
+    last, x = fl.get_world_size() - 1, np.ones(100_000)
     if fl.get_world_rank() == 0:
         sys.stdin.readline()
-        fl.send(np.ones(1), last)
+        fl.send(x, last)
     elif fl.get_world_rank() == last:
-        fl.recv(np.ones(1), 0)
+        fl.recv(x, 0)
 
 
 def send_without_end() -> None:

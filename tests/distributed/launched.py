@@ -59,12 +59,13 @@ class SpawnedRank(Rank):
             self.log.write_text(str(error))
         return self._worker.link
 
-    def close(self) -> None:
-        self._worker.end()
-
     def wait(self, timeout: float | None = None) -> int | None:
+        process = self._worker.process
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._worker.process.wait(timeout)
+            code = process.wait(timeout)
+            if process.stdin:
+                process.stdin.close()
+            return code
         return None
 
 
