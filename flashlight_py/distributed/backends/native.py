@@ -220,10 +220,7 @@ class NativeWork(Work):
         return self._lib.fl_op_signatures(self._handle)
 
     def _gathered(self) -> Any:
-        """Return the rows of all ranks: ``out`` if the library filled it, otherwise a new array.
-
-        If a rank has sent only the number of its rows, return the numbers of rows as a list.
-        """
+        """Return the rows of all ranks, in ``out`` or a new array; or see ``gather_small``."""
         backend, result = self._backend, self._made if self._out is None else self._out
         if result is not None and not self._fetched()[0]:
             return result
