@@ -179,7 +179,7 @@ void Collectives::reduce_in_parts(Call& call, const void* data, char* output, co
   ReductionInParts(*this, call, data, output, parts, collector).run();
 }
 
-// Reduce the arrays that were sent with the calls: all in rank order, or first those of each host.
+// Reduce the arrays that were sent with the calls, in rank order. After sum_by_hosts(), reduce each host first.
 void Collectives::reduce_inline(const Call& call, const void* data, size_t skip, size_t count, void* into) {
   fetch(same_for_all(count * call.signature.itemsize));
   std::vector<const void*> from(size_);

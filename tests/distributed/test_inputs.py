@@ -277,6 +277,7 @@ def test_verbs_return_arrays_for_arrays_without_dimensions(rank: int, size: int)
                 same(part, x)
         assert [array.shape for array in fl.all_gather([x, x])] == [(size,)] * 2
         assert type(fl.broadcast_object([x])[0]) is np.ndarray
+    assert type(fl.all_reduce_multiple(np.ones((2, 3)))) is list  # Regression on several hosts
 
 
 @on_ranks()

@@ -219,7 +219,7 @@ def test_all_of_returns_its_results_after_a_wait_has_timed_out() -> None:
     assert work.wait() == [1, "arrived"]
 
 
-class Replaced(NativeWork):
+class FakeReplacedResult(NativeWork):
     """Another thread replaces the result function after its first read."""
 
     _forks, _backend = journal.forks, MagicMock()
@@ -229,7 +229,7 @@ class Replaced(NativeWork):
 
 
 def test_two_threads_may_wait_for_one_result() -> None:
-    assert object.__new__(Replaced).wait() == [1]
+    assert object.__new__(FakeReplacedResult).wait() == [1]
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from operator import itemgetter
 from typing import Any
@@ -310,12 +311,12 @@ class HierarchicalBackend(Backend):
         """Finish a call of ``flat`` that native code started; see ``NativeBackend``."""
         flat = self._flat
         flat.count = self.count
-        ended = lambda: flat.native_ended(handle, verb, x, out, *call)  # noqa: E731
+        ended = partial(flat.native_ended, handle, verb, x, out, *call)
         result = self._guarded_or_end(NATIVE[verb].name, ended)
         if verb != codes.ALL_GATHER or type(result) is not list:
             return result
         large = Call(ALL_GATHER, x, out=out)
-        run = lambda: self._calls.all_gather(large, result)  # noqa: E731
+        run = partial(self._calls.all_gather, large, result)
         try:
             return self._in_call(large.name, lambda: self._run(large, self.count[0], run))
         except BaseException as error:
@@ -454,7 +455,7 @@ class HierarchicalBackend(Backend):
         return work
 
     def _run(self, call: Call, number: int, run: Callable[[], Any]) -> Any:
-        """Return ``run()``. If one backend breaks, end the others."""
+        """Return ``run()``, which makes call ``number``. If a backend breaks, end all of them."""
         for part in self.parts:
             part.count = (number,)  # errors name the call by this number
         try:
