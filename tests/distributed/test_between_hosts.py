@@ -1,8 +1,11 @@
 """Worlds of several hosts: arrays of every size equal the sums of the hosts, added in order."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,6 +28,7 @@ from tests.distributed.conformance import (
 )
 from tests.distributed.harness import run_ranks
 from tests.distributed.mismatch_errors import first_error
+from tests.distributed.processes import await_file
 from tests.pairwise import pairs
 
 # Host of each rank, as a letter.
@@ -223,3 +227,36 @@ def test_late_rank_reports_itself_after_another_host_declared_it_lost(rank: int,
     else:
         assert "rank 0 did not join" in error
         assert "lost rank 2" not in error
+
+
+# Calls by the method of Gloo that fails: after all ranks have sent, and before a rank sends.
+CALLS: dict[str, Callable[[int], Any]] = {
+    "native_ended": lambda rank: fl.all_gather(np.ones(rank)),
+    "start": lambda rank: fl.all_reduce(np.ones(3), async_op=True).wait(),
+}
+
+
+@pytest.mark.parametrize("method", CALLS)
+@on_two_hosts(timeout=10)
+def test_memory_error_of_a_rank_raises_on_other_ranks(rank: int, size: int, method: str) -> None:
+    call = partial(CALLS[method], rank)
+    if rank == 1:
+        failing = patch.object(GlooBackend, method, side_effect=MemoryError("on purpose"))
+        with failing, pytest.raises(MemoryError, match="on purpose"):
+            call()
+    else:
+        error = first_error(call, fl.barrier)
+        assert "lost rank 1" in error
+        assert "MemoryError: on purpose" in error
+
+
+@on_two_hosts(timeout=10)
+def test_started_all_to_all_of_unequal_parts_does_not_block(
+    rank: int, size: int, tmp_path: Path
+) -> None:
+    rows = [rank + 1] * size
+    if rank:
+        await_file(tmp_path / "started")
+    work = fl.all_to_all(np.full(sum(rows), rank), rows=rows, async_op=True)
+    (tmp_path / "started").touch()
+    assert work.wait().tolist() == [r for r in range(size) for _ in range(r + 1)]

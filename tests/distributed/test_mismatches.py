@@ -291,15 +291,17 @@ def test_init_raises_if_flashlight_checks_differs(rank: int, size: int, tmp_path
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
 
 
-def differ_unchecked(rank: int, size: int) -> str:
+def differ_unchecked(rank: int, size: int, count: int) -> str:
     assert np.all(fl.all_reduce(np.ones(4)) == size)
     with pytest.raises(fl.errors.DistributedError) as caught:
-        fl.all_reduce(np.zeros(4 if rank < 2 else 5))
+        fl.all_reduce(np.zeros(count if rank < 2 else count + 1))
     return type(caught.value).__name__
 
 
-def test_unchecked_mismatch_between_hosts_ends_the_group() -> None:
-    names = run_ranks(differ_unchecked, 3, env=hosts_by_letter("aab", FLASHLIGHT_CHECKS="0"))
+@pytest.mark.parametrize("count", [4, 200_000])  # compared by all ranks; by one rank of each host
+def test_unchecked_mismatch_between_hosts_ends_the_group(count: int) -> None:
+    env = hosts_by_letter("aabb", FLASHLIGHT_CHECKS="0")
+    names = run_ranks(differ_unchecked, 4, count, env=env)
     assert set(names) <= {"MismatchError", "PeerLostError", "GroupClosedError"}
     assert "MismatchError" in names
 
