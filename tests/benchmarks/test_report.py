@@ -1,15 +1,70 @@
-"""Tables with a row per case and a column per contender, and missing contenders."""
+"""Ratios, tables and verdicts of measurements, and the overlap of kernels in a GPU trace."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from harness import report
+from harness import all_reduce_targets as targets
+from harness import collectives_targets, cuda_targets, report, step_targets
 from harness.conductor import Conductor, Plan
+from harness.gpu_trace import overlap_of, record
 from harness.plot import plot_times
-from harness.statistics import Measurement
-from harness.verdicts import Verdict
+from harness.statistics import Measurement, median, ratios
+from harness.verdicts import Verdict, at_least, at_most
+
+
+def test_ratios_divide_times_of_the_same_round() -> None:
+    quiet_then_busy = {"ours": [1.0, 10.0], "peer": [2.0, 20.0]}
+    assert ratios(quiet_then_busy, of="peer", to="ours") == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("missing", ["ours", "peer"])
+def test_ratios_are_empty_if_a_contender_was_not_measured(missing: str) -> None:
+    seconds = {"ours": [1.0], "peer": [2.0]}
+    del seconds[missing]
+    assert ratios(seconds, of="peer", to="ours") == []
+
+
+def test_ratios_raise_if_numbers_of_rounds_differ() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        ratios({"ours": [1.0], "peer": [2.0, 3.0]}, of="peer", to="ours")
+
+
+def test_median_ignores_one_slow_round() -> None:
+    case = Measurement("all_reduce", "float32", 4, 2, {"ours": [1, 1, 9], "peer": [3, 3, 3]})
+    assert median(case.ratios("peer", "ours")) == 3
+
+
+def kernel(name: str, begin: float, microseconds: float) -> dict[str, Any]:
+    return {"cat": "kernel", "name": name, "ts": begin, "dur": microseconds}
+
+
+def test_overlap_counts_simultaneous_kernels_once() -> None:
+    events = [
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0.0, "dur": 1000.0},
+        {"name": "process_name", "ph": "M"},
+        kernel("sgemm", 0.0, 30.0),
+        kernel("sgemm", 20.0, 30.0),  # on another stream: 0 to 50 in all
+        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 40.0, 30.0),
+        kernel("flashlight_sgd", 60.0, 5.0),
+        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 100.0, 10.0),
+    ]
+    result = overlap_of(events)
+    assert list(result) == ["reducing", "computing", "both at once"]
+    assert list(result.values()) == pytest.approx([40e-6, 55e-6, 15e-6])
+    assert set(overlap_of([]).values()) == {0.0}
+
+
+def test_record_runs_steps_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = record(lambda: steps.append(1), 3, tmp_path / "trace.json.gz")
+    assert isinstance(result, str)
+    assert "torch" in result
+    assert len(steps) == 3
+
 
 SMALL = Measurement("all_reduce", "float32", 4, 2, {"ours": [1e-6, 2e-6, 9e-6], "peer": [4e-6] * 3})
 LARGE = Measurement("all_reduce", "float32", 1 << 20, 2, {"ours": [3e-3]}, {"peer": "refused"})
@@ -70,3 +125,178 @@ def test_plot_times_writes_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_times([SMALL, LARGE], "a machine", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+MB = 1 << 20
+
+
+def test_verdict_judges_the_worst_median() -> None:
+    verdicts = [
+        at_least("speed", 2.0, {"4 B": [2.5, 2.0, 1.0], "4 KB": [9.0]}),
+        at_least("speed", 2.0, {"4 B": [1.9], "4 KB": [9.0]}),
+        at_most("cost", 2.0, {"a": [1.0], "b": [3.0]}),
+        at_least("speed", 2.0, {"4 B": []}, "no MPICH"),
+        at_least("speed", 2.0, {"4 B": [3.0]}, "no MPICH"),
+    ]
+    assert [(verdict.reached, verdict.measured) for verdict in verdicts] == [
+        (True, "2x (4 B; rounds 1 to 2.5)"),
+        (False, "1.9x (4 B; rounds 1.9 to 1.9); missed by 1 of 2"),
+        (False, "3x (b; rounds 3 to 3); missed by 1 of 2"),
+        (None, "not measured: no MPICH"),
+        (True, "3x (4 B; rounds 3 to 3); not measured: no MPICH"),
+    ]
+
+
+def all_reduce(nbytes: int, ranks: int = 2, **seconds: float) -> Measurement:
+    names = {"ours": targets.OURS, "open_mpi": "Open MPI", "mpich": "MPICH", "torch": "torch gloo"}
+    names |= {"copy": targets.COPY, "shared": targets.ZERO_COPY}
+    times = {names.get(name, f"flashlight_py, {name}"): [s] for name, s in seconds.items()}
+    return Measurement("all_reduce", "float32", nbytes, ranks, times)
+
+
+def judged(*measurements: Measurement) -> dict[str, tuple[str, bool | None]]:
+    result = targets.verdicts(measurements, absent={})
+    return {verdict.target: (verdict.measured.split(";")[0], verdict.reached) for verdict in result}
+
+
+def test_all_reduce_verdict_compares_with_the_faster_mpi() -> None:
+    result = judged(all_reduce(64 << 10, ours=1.0, open_mpi=4.0, mpich=1.4))
+    assert result["2 ranks, to the better MPI, from 64 KB"] == ("1.4x (64 KB, MPICH", False)
+    assert result["2 ranks, to the better MPI, to 4 KB"][1] is None
+
+
+def test_all_reduce_verdict_uses_the_bound_of_the_size_range() -> None:
+    result = judged(
+        all_reduce(4, ours=1.0, open_mpi=1.1, torch=21.0),
+        all_reduce(MB, ours=1.0, open_mpi=2.0, torch=20.0),
+        all_reduce(64 * MB, ours=1.0, open_mpi=2.9, torch=6.0),
+        all_reduce(64 * MB, ranks=4, ours=1.0, open_mpi=3.0),
+    )
+    reached = {target: answer for target, (_, answer) in result.items()}
+    assert reached["2 ranks, to the better MPI, to 4 KB"] is True
+    assert reached["2 ranks, to the better MPI, from 64 KB"] is True
+    assert reached["2 ranks, to the better MPI, from 64 MB"] is False
+    assert reached["2 ranks, to torch gloo, to 1 MB"] is True
+    assert reached["2 ranks, to torch gloo, above 1 MB"] is True
+    assert reached["4 ranks, to the better MPI, 64 MB"] is True
+
+
+def test_collectives_verdict_judges_each_row_and_with_few_cores_the_median() -> None:
+    results = {
+        verdict.target: (verdict.measured.partition(";")[0], verdict.reached)
+        for verdict in collectives_targets.verdicts(
+            [
+                all_reduce(4, ours=1.0, open_mpi=1.5, mpich=0.9, torch=20.0),
+                all_reduce(MB, ours=1.0, mpich=2.0),
+                all_reduce(4, ranks=4, ours=1.0, open_mpi=0.9, mpich=3.0),
+                all_reduce(MB, ranks=4, ours=1.0, open_mpi=0.8, mpich=0.85),
+                all_reduce(64 * MB, ranks=4, ours=1.0, open_mpi=4.0, mpich=3.0),
+                all_reduce(64 * MB, ranks=4, open_mpi=4.0),
+            ],
+            absent={},
+        )
+    }
+    assert results == {
+        "2 ranks, every row, to the better MPI": ("0.9x (all_reduce, 4 B, MPICH", False),
+        "2 ranks, every row, to torch gloo": ("20x (all_reduce, 4 B, torch gloo", True),
+        "4 ranks, every row, to the better MPI": ("0.8x (all_reduce, 1 MB, Open MPI", True),
+        "4 ranks, the median row, to the better MPI": ("0.9x (3 rows", False),
+        "4 ranks, every row, to torch gloo": ("not measured: left out", None),
+    }
+
+
+def test_verdict_is_missed_if_only_this_package_failed() -> None:
+    alone = Measurement("open messages", "float32", 40_000, 2, {"MPICH": [1.0]})
+    alone.left_out[targets.OURS] = "no answer in time"
+    verdict, _ = collectives_targets.verdicts([alone], absent={})
+    assert verdict.reached is False
+    assert verdict.measured.startswith("0x (10,000 open messages, flashlight_py was left out;")
+
+
+def test_all_reduce_verdict_at_64_mb_compares_with_a_copy_and_variants() -> None:
+    result = judged(all_reduce(64 * MB, ours=6.0, copy=3.1, shared=5.0, float16=7.0, bfloat16=8.0))
+    assert result["2 ranks, 64 MB, against a copy by one core"] == ("1.94x (64 MB", True)
+    assert result["2 ranks, 64 MB, shared_empty against a plain array"] == ("1.2x (64 MB", True)
+    half = result["2 ranks, 64 MB, bandwidth of 16-bit floats to float32"]
+    assert half == ("0.75x (bfloat16", False)
+
+
+def test_all_reduce_verdict_compares_integer_minima_with_sums() -> None:
+    seconds = {"flashlight_py": [2.0], "flashlight_py, min": [2.1], "flashlight_py, max": [2.5]}
+    result = judged(Measurement("all_reduce", "int8", MB, 2, seconds))
+    worst = ("1.25x (int8, 2 ranks, 1 MB, flashlight_py, max", False)
+    assert result["min and max of integers, to their sum"] == worst
+
+
+def test_step_verdicts_judge_captured_steps() -> None:
+    eager, captured = step_targets.EAGER, step_targets.CAPTURED
+    rounds = {
+        step_targets.HAND_WRITTEN: 11e-6,
+        step_targets.SIMPLE: 26e-6,
+        eager: 34e-6,
+        captured: 2e-6,
+        step_targets.reducing(eager, 1): 40e-6,
+        step_targets.reducing(eager, 2): 41e-6,
+        step_targets.reducing(captured, 2): 5e-6,
+        step_targets.on_ranks(step_targets.DDP, 2): 2500e-6,
+    }
+    seconds = {title: [value] for title, value in rounds.items()}
+    seed = Measurement(step_targets.SEED, "float32", 0, 2, seconds)
+    cell = {step_targets.HAND_WRITTEN: [1.2], eager: [1.0], captured: [1.1]}
+    grid = [Measurement("width 1, batch 1", "float32", 0, 1, cell)]
+    training = Measurement(step_targets.TRAINING, "float32", 0, 2, {captured: [2.5]})
+    results = {
+        verdict.target: (verdict.measured.partition(" (")[0], verdict.reached)
+        for verdict in step_targets.verdicts({seed.task: seed}, grid, None, training, {})
+    }
+    at_seed = f"{step_targets.SEED}, "
+    assert results[at_seed + "1 rank"] == ("2 us", True)
+    assert results[at_seed + "2 ranks"] == ("5 us", False)
+    assert results[at_seed + "the time of hand-written NumPy to ours"] == ("5.5x", False)
+    assert results[at_seed + "the time of NumPy with temporaries to ours"] == ("13x", True)
+    assert results[at_seed + "JAX's time to ours"] == ("not measured: left out", None)
+    assert results["2 ranks, torch DDP's time to ours"] == ("500x", True)
+    assert results["2 ranks, an eager epoch against 1 rank's"] == ("1.95x", True)
+    assert results["the median of them"] == ("1.09x", True)
+    assert results[step_targets.TRAINING] == ("2.5 s", True)
+    assert results["eager's time to the captured step's"] == ("0.909x", False)
+
+
+def on_gpu(nbytes: int, **seconds: float) -> Measurement:
+    rounds = {"flashlight_py" if t == "ours" else t: [s] for t, s in seconds.items()}
+    if "raw" in rounds:
+        rounds[cuda_targets.CUPY] = rounds.pop("raw")
+    return Measurement("all_reduce", "float32", nbytes, 2, rounds)
+
+
+def test_cuda_verdict_allows_3_us_more_than_the_fastest_peer_for_small_arrays() -> None:
+    fits, late = on_gpu(4, ours=12e-6, raw=10e-6, torch=9.5e-6), on_gpu(4, ours=14e-6, raw=10e-6)
+    _, small, big = cuda_targets.verdicts([fits, on_gpu(64 * MB, ours=1.03, raw=1.0)], {})
+    assert (small.reached, big.reached) == (True, False)
+    assert cuda_targets.verdicts([late], {})[1].reached is False
+
+
+@pytest.mark.parametrize(
+    ("launch", "measured", "reached"), [(10e-6, "0.909x", True), (22e-6, "2x", False)]
+)
+def test_cuda_verdict_adds_10_us_for_a_launch(launch: float, measured: str, reached: bool) -> None:
+    raw = {cuda_targets.CUPY: 5e-6, cuda_targets.SAME: 1e-6, cuda_targets.CUPYX: 0.1e-6}
+    launches = {(2, 4): {"flashlight_py": launch, **raw}, (2, 64 * MB): {}}
+    verdict = cuda_targets.verdicts([], launches)[0]
+    assert verdict.measured.startswith(measured)
+    assert verdict.reached is reached
+
+
+def test_case_line_contains_times_and_reasons() -> None:
+    measurement = on_gpu(4 << 10, ours=12e-6, raw=10e-6)
+    measurement.left_out["nccl4py"] = "a rank ended"
+    line = cuda_targets.case_line(measurement, {"flashlight_py": 2.5e-6})
+    assert line == (
+        "2 ranks, 4 KB: flashlight_py 12 us (launch 2.5 us); raw NCCL (cupy.cuda.nccl) 10 us; "
+        "nccl4py left out: a rank ended"
+    )
+
+
+def test_cuda_verdicts_are_undecided_without_a_peer() -> None:
+    judged = cuda_targets.verdicts([on_gpu(4, ours=1.0)], {(1, 4): {"flashlight_py": 1.0}})
+    assert [verdict.reached for verdict in judged] == [None] * 3

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import flashlight_py as fl
 from flashlight_py.dataset import Dataset, PrefetchDataset, TensorDataset
 from flashlight_py.dataset.dataset import epoch_order
-from tests.dataset.test_batch import Plain
+from tests.dataset.test_datasets import Plain
 from tests.distributed.conformance import on_ranks
 from tests.tables import for_each
 
