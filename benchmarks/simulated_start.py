@@ -29,7 +29,7 @@ from flashlight_py.distributed.start.settings import Settings
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from tests.distributed.jobs import free_port
+from tests.distributed.processes import free_port
 from tests.simulation.grouping import Grouping
 from tests.simulation.scenario import Start, native_stood_in_for
 from tests.simulation.world import Host, Process, World, installed

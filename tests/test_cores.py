@@ -10,7 +10,7 @@ import pytest
 from flashlight_py import blas, cores
 from flashlight_py.cores import fair_share, thread_variables, usable_cores
 from flashlight_py.launch.ranks import Slot, rank_numbers
-from tests.distributed.jobs import finish, start
+from tests.distributed.processes import finish, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

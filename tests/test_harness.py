@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import Pools
 from tests.distributed import harness, leftovers
 from tests.distributed.processes import is_alive
-from tests.pairwise import pairs
+from tests.tables import pairs
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -1,7 +1,11 @@
-"""Extensions that cannot be loaded: the error states the reason and a remedy that exists."""
+"""Loading of native extensions, and functions of loaded libraries."""
 
+import _ctypes
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,3 +117,25 @@ def test_one_private_header_includes_the_internal_classes_of_gloo() -> None:
 def test_codes_and_limits_equal_their_table() -> None:
     generated = dict(runpy.run_path(str(ROOT / "scripts/codes"))["generated_files"]())
     assert {path: path.read_text() for path in generated} == generated, "run scripts/codes"
+
+
+# `PyDLL` holds the GIL during dlopen, like imports of extension modules. All files are deleted
+# before the first request.
+OPENS_AND_LISTS = """
+import ctypes, os, sys, threading
+from flashlight_py import libraries
+
+list_often = lambda: [[*libraries.loaded_libraries("blas")] for _ in range(500)]
+listing = threading.Thread(target=list_often)
+listing.start()
+for path in sys.argv[1:]:
+    assert ctypes.PyDLL(None).dlopen(path.encode(), 2)
+    os.remove(path)
+listing.join()
+assert len([*libraries.loaded_libraries("copy_of_a_library")]) == len(sys.argv) - 1
+"""
+
+
+def test_loaded_libraries_works_while_another_thread_loads(tmp_path: Path) -> None:
+    files = [shutil.copy(_ctypes.__file__, tmp_path / f"copy_of_a_library{n}") for n in range(100)]
+    subprocess.run([sys.executable, "-c", OPENS_AND_LISTS, *files], timeout=60, check=True)

@@ -16,8 +16,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
 from tests.nn.oracle import Oracle
-from tests.pairwise import pairs
-from tests.tables import for_each
+from tests.tables import for_each, pairs
 
 HALVES = ("float16", "bfloat16")
 LABELS = np.array([0, 2])

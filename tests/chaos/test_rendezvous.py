@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.rendezvous_helpers import Rank, Ranks
-from tests.pairwise import pairs
+from tests.tables import pairs
 
 NOBODY = 65534
 PAGE = 4096

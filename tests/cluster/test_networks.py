@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.cluster.hosts import Cluster, Host
-from tests.distributed.jobs import finish_all
+from tests.distributed.processes import finish_all
 
 PROGRAM = """
 import json, os, sys

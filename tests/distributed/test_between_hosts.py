@@ -29,7 +29,7 @@ from tests.distributed.conformance import (
 from tests.distributed.harness import run_ranks
 from tests.distributed.mismatch_errors import first_error
 from tests.distributed.processes import await_file
-from tests.pairwise import pairs
+from tests.tables import pairs
 
 # Host of each rank, as a letter.
 PLACES = {

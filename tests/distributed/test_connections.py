@@ -26,7 +26,7 @@ from flashlight_py.errors import (
 from tests.distributed.conformance import hosts_by_letter, on_ranks
 from tests.distributed.harness import run_ranks
 from tests.distributed.processes import await_file
-from tests.pairwise import pairs
+from tests.tables import pairs
 
 RANKS = 12  # ranks that forward calls, without a full mesh
 # One side listens. The ranks at distance 1, 2, 4 and 8 are 6 different ranks.

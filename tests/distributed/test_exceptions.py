@@ -15,7 +15,7 @@ from flashlight_py.distributed.failures import abort
 from flashlight_py.doctor import mpirun_command
 from tests.distributed import conformance
 from tests.distributed.conformance import on_ranks, slow
-from tests.distributed.jobs import finish, start
+from tests.distributed.processes import finish, start
 
 PROGRAM = """
 import os, sys, threading

@@ -15,11 +15,10 @@ import flashlight_py as fl
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings, read_init_method
 from flashlight_py.doctor import mpirun_command
-from tests.distributed import jobs
+from tests.distributed import processes
 from tests.distributed.conformance import on_ranks, slow
 from tests.distributed.harness import run_ranks
-from tests.distributed.jobs import free_port
-from tests.distributed.processes import limit_descriptors, process_state
+from tests.distributed.processes import free_port, limit_descriptors, process_state
 
 # A user program that initialises, reduces, and prints its rank.
 PROGRAM = """
@@ -45,15 +44,15 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(method: str, **variables: str) -> subprocess.Popen[str]:
-    return jobs.start([*MAIN, method], variables)
+    return processes.start([*MAIN, method], variables)
 
 
 def start_two(method: str, **variables: str) -> list[subprocess.Popen[str]]:
     return [start(method, RANK=str(rank), WORLD_SIZE="2", **variables) for rank in range(2)]
 
 
-def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
-    results = [jobs.finish(process) for process in processes]
+def finish(started: list[subprocess.Popen[str]]) -> list[str]:
+    results = [processes.finish(process) for process in started]
     assert all(code == 0 for code, _ in results), results
     return [out.strip() for _, out in results]
 
@@ -65,7 +64,7 @@ def expected(size: int) -> set[str]:
 
 @pytest.mark.parametrize(("method", "size"), [("auto", 2), *slow(("mpi", 4))])
 def test_distributed_init_works_under_mpirun(method: str, size: int) -> None:
-    (output,) = finish([jobs.start([*mpirun_command(size), *MAIN, method])])
+    (output,) = finish([processes.start([*mpirun_command(size), *MAIN, method])])
     assert set(output.splitlines()) == expected(size)
 
 
@@ -112,7 +111,7 @@ def test_distributed_init_names_the_missing_part_of_the_environment(tmp_path: Pa
         start("env", RANK="0", WORLD_SIZE="2"): ("MASTER_ADDR",),
     }
     for process, words in started.items():
-        code, errors = jobs.finish(process)
+        code, errors = processes.finish(process)
         assert code == 1
         assert all(word in errors for word in words), errors
 

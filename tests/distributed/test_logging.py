@@ -15,7 +15,7 @@ from flashlight_py.distributed.rendezvous.stores import FileStore, TcpStore
 from flashlight_py.distributed.start import world
 from flashlight_py.errors import RendezvousError
 from tests.distributed.conformance import on_ranks, slow
-from tests.distributed.jobs import free_port
+from tests.distributed.processes import free_port
 from tests.distributed.threads import connect_ranks, run_on_threads
 
 

@@ -15,7 +15,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.errors import DistributedError, GroupClosedError, PeerLostError
 from tests.distributed.conformance import on_ranks, slow
-from tests.pairwise import pairs
+from tests.tables import pairs
 
 # Bytes that a message may use in addition to its array and Python's objects.
 MOST_BYTES = 200

@@ -18,7 +18,7 @@ from flashlight_py.doctor import mpirun_command
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from flashlight_py.interfaces import own_addresses
 from tests.distributed.conformance import slow
-from tests.distributed.jobs import finish, start
+from tests.distributed.processes import finish, start
 
 pytest.importorskip("mpi4py")
 

@@ -30,7 +30,7 @@ from flashlight_py.errors import MismatchError
 from tests.distributed import conformance
 from tests.distributed.conformance import on_ranks, slow
 from tests.distributed.mismatch_errors import late_mismatch, mismatch_error
-from tests.pairwise import pairs
+from tests.tables import pairs
 
 in_both = on_ranks(("shm", 2), ("gloo", 2), native=True)
 CODES = {verb.name: verb.code for verb in (*VERBS, journal.SENDRECV)}

@@ -36,7 +36,7 @@ from flashlight_py.errors import (
 )
 from tests.distributed.conformance import dtype_of, on_ranks, ranks_in
 from tests.distributed.harness import run_ranks
-from tests.distributed.jobs import free_port
+from tests.distributed.processes import free_port
 from tests.gpu import verbs
 from tests.gpu.test_contact import test_each_group_has_its_own_communicator
 from tests.gpu.test_training import (

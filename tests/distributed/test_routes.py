@@ -20,7 +20,7 @@ from flashlight_py.distributed.rendezvous.store import Peer, shared_process_erro
 from flashlight_py.distributed.rendezvous.wire import Attempts
 from flashlight_py.distributed.start.settings import Settings
 from tests.distributed.conformance import raises
-from tests.distributed.jobs import finish, start
+from tests.distributed.processes import finish, start
 from tests.distributed.without_ipv6 import SOCKET
 
 # Choice of addresses ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.rendezvous.environment import check_no_launcher, check_schedulers
 from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import on_ranks, slow
-from tests.distributed.jobs import finish, start
+from tests.distributed.processes import finish, start
 
 STARTED = {
     "OMPI_COMM_WORLD": {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import finish_all, free_port
+from tests.distributed.processes import finish_all, free_port
 from tests.examples.programs import ALONE, DEADLINE, EXAMPLES, FLRUN, output
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from flashlight_py.doctor import mpirun_command
-from tests.distributed.jobs import finish_all
+from tests.distributed.processes import finish_all
 from tests.examples.programs import ALONE, DEADLINE, EXAMPLES, FLRUN, output
 from tests.launch.launcher import LAUNCH
 

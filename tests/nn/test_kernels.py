@@ -14,8 +14,7 @@ import flashlight_py as fl
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.sequences import GATES
 from tests.nn.oracle import Oracle, compare, weights_of, without_kernels
-from tests.pairwise import pairs
-from tests.tables import for_each
+from tests.tables import for_each, pairs
 
 RANDOM = np.random.default_rng(0)
 MAY = RANDOM.random((2, 1, 70, 150)) < 0.5

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import finish_all
+from tests.distributed.processes import finish_all
 from tests.doctor.test_doctor import states
 from tests.packaging.building import (
     ROOT,

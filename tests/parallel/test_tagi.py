@@ -27,8 +27,7 @@ from flashlight_py.tagi import (
 )
 from tests.distributed.conformance import on_ranks, ranks_in
 from tests.launch.launcher import run, write
-from tests.pairwise import pairs
-from tests.tables import for_each
+from tests.tables import for_each, pairs
 
 BACKENDS = ["gloo", "shm"]
 ranks = ranks_in(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.environments import PEERS, ROOT, python_of
-from tests.distributed.jobs import free_port
+from tests.distributed.processes import free_port
 from tests.oracles import Oracle
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.environments import ROOT
-from tests.distributed.jobs import free_port
+from tests.distributed.processes import free_port
 from tests.launch.launcher import run
 from tests.torch.conftest import interpreter
 
