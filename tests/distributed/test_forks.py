@@ -19,6 +19,7 @@ from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.calls import journal
 from tests.distributed.conformance import on_ranks
 
+MANY = 1000  # open receives, which end at once in a child
 VERBS: list[Callable[[ProcessGroup], Any]] = [
     lambda group: group.all_reduce(np.ones(3)),
     lambda group: group.all_reduce(np.ones((4, 4)).T[::2], async_op=True),
@@ -73,6 +74,8 @@ def test_forked_child_has_no_group_and_does_not_disturb_its_parent(rank: int, si
     after, before = (rank + 1) % size, (rank - 1) % size
     x, y, z = np.zeros(1000), np.zeros(5), np.full((4, 4), 1.0).T[::2]
     works = [everyone.irecv(x, before), everyone.all_reduce(z, async_op=True)]
+    rooms = np.zeros((MANY, 2))
+    works += [everyone.irecv(room, before, 8) for room in rooms]
     waiting = threading.Thread(target=everyone.recv, args=(y, before, 7))
     waiting.start()
     groups = [fl.distributed.start.world.current_world().group, everyone, part]
@@ -89,12 +92,14 @@ def test_forked_child_has_no_group_and_does_not_disturb_its_parent(rank: int, si
     assert process.exitcode == 0
 
     works.append(everyone.isend(np.full(5, float(rank)), after, 7))
+    works += [everyone.isend(np.full(2, float(rank)), after, 8) for _ in rooms]
     sent = everyone.isend(np.full(1000, float(rank)), after)
     for work in (*works, sent):
         work.wait()
     waiting.join()
     assert np.all(x == before)
     assert np.all(y == before)
+    assert np.all(rooms == before)
     assert np.all(z == size)
     for group in groups:
         assert group.all_reduce(np.full(2, 1.0)).tolist() == [group.size] * 2

@@ -4,7 +4,6 @@ import ctypes
 import gc
 import os
 import signal
-import sys
 import time
 from typing import Any
 
@@ -173,33 +172,6 @@ def test_open_messages_end_after_a_peer_is_killed(rank: int, size: int) -> None:
     assert_lost(errors_of(works), 1)
     seconds = time.monotonic() - began
     assert seconds < SOON * size / 2, seconds
-
-
-@on_ranks(SHM, slow=[GLOO, HOSTS], fresh=True)  # a fork keeps resources of other tests open
-def test_open_messages_have_ended_in_a_forked_child_only(rank: int, size: int) -> None:
-    peer, count = rank ^ 1, OPEN[size]
-    sent, received = (np.full((count, 2), value, np.int32) for value in (rank, -1))
-    numbers, half = range(count), count // 2
-    works = [fl.irecv(received[i], peer, i) for i in numbers[:half]]
-    works += [fl.isend(sent[i], peer, i) for i in numbers[half:]]
-    still = [work for work in works if not work.is_completed()]  # a send may have been copied
-    assert len(still) >= half
-    child = os.fork()
-    if child == 0:
-        began = time.monotonic()
-        errors = errors_of(still)
-        seconds = time.monotonic() - began
-        assert {type(error) for error in errors} == {GroupClosedError}
-        assert all("forked" in str(error) for error in errors)
-        assert seconds < SOON * size / 2, seconds
-        sys.exit(0)  # runs the handlers of atexit
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    fl.barrier()  # the receives of all ranks are open until then
-    works += [fl.isend(sent[i], peer, i) for i in numbers[:half]]
-    works += [fl.irecv(received[i], peer, i) for i in numbers[half:]]
-    for work in works:
-        work.wait()
-    assert np.all(received == peer)
 
 
 @pytest.mark.parametrize(

@@ -12,34 +12,11 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.start.world import current_world
-from flashlight_py.distributed.verbs import ALL_TO_ALL, GATHER, RECV, SCATTER
-from tests.cupy_stand_in import LOG, StandInArray
-from tests.distributed.conformance import on_ranks, slow, values
+from flashlight_py.distributed.verbs import RECV
+from tests.cupy_stand_in import LOG
+from tests.distributed.conformance import on_ranks, slow
 from tests.gpu import verbs
 from tests.gpu.verbs import on_gpu
-
-
-def every_move(rank: int, size: int, name: str, rows: int) -> None:
-    """Run the verbs that move arrays and are not in ``tests.gpu.verbs``."""
-    received = on_gpu(np.zeros(1))
-    backend = current_world().group.backend(received)
-    everyone = [values(r, (size * rows, 3), name) for r in range(size)]
-    part = slice(rank * rows, (rank + 1) * rows)
-    for root in range(size):
-        gathered = backend.start(Call(GATHER, on_gpu(everyone[rank]), root=root)).wait()
-        assert (gathered is None) == (rank != root)
-        if gathered is not None:
-            np.testing.assert_array_equal(gathered.get(), np.concatenate(everyone))
-        parts = on_gpu(everyone[root].reshape(size, rows, 3)) if rank == root else None
-        into = on_gpu(np.zeros((rows, 3), everyone[0].dtype))
-        assert backend.start(Call(SCATTER, parts, root=root, out=into)).wait() is into
-        np.testing.assert_array_equal(into.get(), everyone[root][part])
-    got = backend.start(Call(ALL_TO_ALL, on_gpu(everyone[rank]))).wait()
-    expected = np.concatenate([x[part] for x in everyone])
-    np.testing.assert_array_equal(got.get(), expected)
-    got = backend.start(Call(ALL_TO_ALL, on_gpu(everyone[rank]), rows=[rows] * size)).wait()
-    np.testing.assert_array_equal(got.get(), expected)
-    assert isinstance(got, StandInArray)
 
 
 @on_ranks()
@@ -97,16 +74,15 @@ def test_other_verbs_return_the_expected_arrays(ranks: Any) -> None:
         ranks.run(verbs.all_gather_unequal, "float32", count)
         ranks.run(verbs.reduce_scatter_parts, "float32", count)
         ranks.run(verbs.ring_of_messages, count)
-        ranks.run(every_move, "float32", count)
     for layout in verbs.LAYOUTS:
         ranks.run(verbs.by_meaning, "float32", layout)
+    ranks.run(verbs.composed_verbs, "float32")
     ranks.run(receive_openly)
 
 
 def test_numpy_and_cupy_arrays_can_be_used_in_turn(ranks: Any) -> None:
     for contiguous in (False, True):
         ranks.run(verbs.all_reduce_multiple_mixed, contiguous, True)
-    ranks.run(verbs.halves_at_the_ends, "float32")
     assert ranks.run(verbs.side_by_side) == [["MPI", "MPI"]] * 3
     ranks.run(verbs.dropped_work_is_safe)
 

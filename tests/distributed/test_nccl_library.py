@@ -4,6 +4,7 @@ No test needs a GPU: counts, types, offsets, operations and grouping are tested 
 together. tests/gpu runs the same functions with CUDA and NCCL.
 """
 
+# ruff: noqa: F401 - the imported tests run here with the fixture ``ranks``
 import gc
 import os
 import re
@@ -285,8 +286,6 @@ def test_gpu_identity_allows_several_ranks_if_nccl_does(monkeypatch: pytest.Monk
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert topology.gpu_identity(cupy, 0) == topology.gpu_identity(cupy, 1) == ""
 
-
-# ruff: noqa: F401 - tests that run here with the fixture below
 
 GPU = {"env": {"STAND_IN": "1"}}
 ranks = ranks_in(("shm", 2, GPU), slow=[("shm", 3, GPU)])

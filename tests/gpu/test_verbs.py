@@ -37,6 +37,7 @@ def test_verbs_of_several_ranks_return_correct_arrays(ranks: Any) -> None:
         ranks.run(verbs.ring_of_messages, count)
     for dtype in ("float32", "int16"):
         ranks.run(verbs.composed_verbs, dtype)
+    ranks.run(verbs.refuse_bits_and_open_receives)
 
 
 def test_verbs_raise_on_every_rank_if_shapes_differ(ranks: Any) -> None:
