@@ -1,6 +1,7 @@
 """Ratios, tables and verdicts of measurements, and the overlap of kernels in a GPU trace."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +155,12 @@ def all_reduce(nbytes: int, ranks: int = 2, **seconds: float) -> Measurement:
     return Measurement("all_reduce", "float32", nbytes, ranks, times)
 
 
+def results_of(verdicts: Iterable[Verdict]) -> dict[str, tuple[str, bool | None]]:
+    return {v.target: (v.measured.partition(";")[0], v.reached) for v in verdicts}
+
+
 def judged(*measurements: Measurement) -> dict[str, tuple[str, bool | None]]:
-    result = targets.verdicts(measurements, absent={})
-    return {verdict.target: (verdict.measured.split(";")[0], verdict.reached) for verdict in result}
+    return results_of(targets.verdicts(measurements, absent={}))
 
 
 def test_all_reduce_verdict_compares_with_the_faster_mpi() -> None:
@@ -182,20 +186,15 @@ def test_all_reduce_verdict_uses_the_bound_of_the_size_range() -> None:
 
 
 def test_collectives_verdict_judges_each_row_and_with_few_cores_the_median() -> None:
-    results = {
-        verdict.target: (verdict.measured.partition(";")[0], verdict.reached)
-        for verdict in collectives_targets.verdicts(
-            [
-                all_reduce(4, ours=1.0, open_mpi=1.5, mpich=0.9, torch=20.0),
-                all_reduce(MB, ours=1.0, mpich=2.0),
-                all_reduce(4, ranks=4, ours=1.0, open_mpi=0.9, mpich=3.0),
-                all_reduce(MB, ranks=4, ours=1.0, open_mpi=0.8, mpich=0.85),
-                all_reduce(64 * MB, ranks=4, ours=1.0, open_mpi=4.0, mpich=3.0),
-                all_reduce(64 * MB, ranks=4, open_mpi=4.0),
-            ],
-            absent={},
-        )
-    }
+    measurements = [
+        all_reduce(4, ours=1.0, open_mpi=1.5, mpich=0.9, torch=20.0),
+        all_reduce(MB, ours=1.0, mpich=2.0),
+        all_reduce(4, ranks=4, ours=1.0, open_mpi=0.9, mpich=3.0),
+        all_reduce(MB, ranks=4, ours=1.0, open_mpi=0.8, mpich=0.85),
+        all_reduce(64 * MB, ranks=4, ours=1.0, open_mpi=4.0, mpich=3.0),
+        all_reduce(64 * MB, ranks=4, open_mpi=4.0),
+    ]
+    results = results_of(collectives_targets.verdicts(measurements, absent={}))
     assert results == {
         "2 ranks, every row, to the better MPI": ("0.9x (all_reduce, 4 B, MPICH", False),
         "2 ranks, every row, to torch gloo": ("20x (all_reduce, 4 B, torch gloo", True),

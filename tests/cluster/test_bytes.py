@@ -1,6 +1,8 @@
-"""Bytes on the busiest cable in its busier direction, divided by the least possible number."""
+"""Bytes between hosts: minimum bytes, few exchanges, and the short conformance suite."""
 
+import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 
 import flashlight_py as fl
 from tests.cluster.hosts import Cluster
-from tests.distributed.conformance import dtype_of
+from tests.distributed import conformance
+from tests.distributed.conformance import dtype_of, on_ranks
+from tests.distributed.programs import every_verb, run_program
 
 MB = 1 << 20
 CALLS = [
@@ -77,3 +81,20 @@ def test_small_collectives_take_one_exchange_between_hosts() -> None:
     delay = 0.05
     with Cluster(2, delay=delay) as cluster, cluster.ranks(2) as ranks:
         assert delay * 0.9 <= np.mean(ranks.run(exchanges)) < delay * 1.7
+
+
+@pytest.fixture(scope="module")
+def ranks(cluster: Cluster) -> Iterator[Any]:
+    with cluster.ranks(2) as pool:
+        yield pool
+
+
+@on_ranks()
+def test_two_hosts_of_two_ranks_pass_the_short_conformance_suite(rank: int, size: int) -> None:
+    assert os.uname().nodename == f"h{rank // 2}"
+    for verb in ("all_reduce", "reduce"):
+        conformance.check_every_op(rank, size, verb, "float32", "strided")
+        conformance.check_every_size(rank, size, verb, "float16", [1, 16_384, 16_385, 300_001])
+    conformance.check_pending_works(rank, size)
+    run_program(rank, size, every_verb(size, "float32", (1, 100_000)))
+    conformance.check_message_ring(rank, size, 100_000)

@@ -377,10 +377,8 @@ def check_pending_works(rank: int, size: int) -> None:
         assert np.all(array == i * count + sum(range(count)))
 
 
-def check_message_ring(rank: int, size: int, count: int) -> None:
-    """Send to the next rank; even ranks send first."""
-    x = values(rank, (count,), "float32")
-    y = np.zeros((2, count), np.float32).T[:, 0]  # not contiguous
+def send_around(rank: int, size: int, x: Any, y: Any) -> None:
+    """Send ``x`` to the next rank, and receive ``y``; even ranks send first."""
     steps = [
         lambda: fl.send(x, (rank + 1) % size, tag=7),
         lambda: fl.recv(y, (rank - 1) % size, tag=7),
@@ -389,4 +387,10 @@ def check_message_ring(rank: int, size: int, count: int) -> None:
     first = 1 if rank % 2 or (size % 2 and rank == size - 1) else 0
     steps[first]()
     steps[1 - first]()
+
+
+def check_message_ring(rank: int, size: int, count: int) -> None:
+    x = values(rank, (count,), "float32")
+    y = np.zeros((2, count), np.float32).T[:, 0]  # not contiguous
+    send_around(rank, size, x, y)
     assert_equal(y, values((rank - 1) % size, (count,), "float32"), f"{count} from before")

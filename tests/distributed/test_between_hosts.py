@@ -174,19 +174,24 @@ def on_two_hosts(timeout: float = 1) -> Any:
     return on_ranks(("hierarchical", 4), fresh=True, params={"TIMEOUT": timeout})
 
 
+def before_reduce_scatter(wait: Callable[[GlooBackend], None]) -> None:
+    """Call ``wait`` before this rank starts a reduce_scatter between hosts."""
+    real = GlooBackend.start
+
+    def late(self: GlooBackend, call: Call) -> Work:
+        if call.verb is REDUCE_SCATTER:
+            wait(self)
+        return real(self, call)
+
+    GlooBackend.start = late  # type: ignore[method-assign]
+
+
 @pytest.mark.slow
 @on_two_hosts(timeout=1.5)
 def test_timeout_names_no_rank_that_waits_for_another_host(rank: int, size: int) -> None:
     """Ranks 1 and 3 have not ended the reduce_scatter when rank 0 calls the next verb."""
     if rank == size - 1:
-        real = GlooBackend.start
-
-        def late(self: GlooBackend, call: Call) -> Work:
-            if call.verb is REDUCE_SCATTER:
-                time.sleep(4)
-            return real(self, call)
-
-        GlooBackend.start = late  # type: ignore[method-assign]
+        before_reduce_scatter(lambda _: time.sleep(4))
     error = first_error(lambda: fl.reduce_scatter(np.ones(200_000)), fl.barrier)
     assert rank == size - 1 or "rank 3 did not join" in error
 
@@ -212,15 +217,13 @@ def test_timeout_names_the_late_rank_after_every_verb(limit: float, timeout: flo
 @on_two_hosts()
 def test_late_rank_reports_itself_after_another_host_declared_it_lost(rank: int, size: int) -> None:
     """Regression: rank 0 reported the loss of rank 2, which had waited for rank 0."""
+
+    def until_lost(backend: GlooBackend) -> None:
+        while backend.lost("reduce_scatter") is None:
+            time.sleep(0.01)
+
     if rank == 0:
-        real = GlooBackend.start
-
-        def late(self: GlooBackend, call: Any) -> Any:
-            while call.verb is REDUCE_SCATTER and self.lost("reduce_scatter") is None:
-                time.sleep(0.01)
-            return real(self, call)
-
-        GlooBackend.start = late  # type: ignore[method-assign]
+        before_reduce_scatter(until_lost)
     error = first_error(lambda: fl.reduce_scatter(np.ones(200_000)), fl.barrier)
     if rank == 0:
         assert "it gave up waiting for this rank" in error

@@ -1,4 +1,4 @@
-"""examples/heat.py and task_queue.py on any number of ranks, also after a rank died."""
+"""heat.py and task_queue.py, also after a rank died, and the tests of test_kmeans.py."""
 
 import importlib.util
 import json
@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from flashlight_py.doctor import mpirun_command
+from tests.distributed.conformance import slow
 from tests.distributed.processes import finish_all, free_port
 from tests.examples.programs import ALONE, DEADLINE, EXAMPLES, FLRUN, output
+from tests.launch.launcher import run
+from tests.testing import test_plugin
 
 
 def test_heat_has_the_same_bits_for_any_number_of_ranks(tmp_path: Path) -> None:
@@ -97,3 +101,26 @@ def test_task_queue_skips_results_that_exist(tmp_path: Path) -> None:
     lines = output((*FLRUN, 2), "task_queue.py", "--tasks", 3, "--done", kept)
     assert re.findall(r" (0\.250|0\.500) #", lines) == ["0.250", "0.500"]
     assert len(kept.read_text().splitlines()) == 3
+
+
+PYTEST = (*test_plugin.PYTEST, "-p", "no:cacheprovider")
+PAGE = (EXAMPLES.parent / "docs/testing.md").read_text()
+
+
+@pytest.mark.parametrize("start", [(), *slow(mpirun_command(3))], ids=["pytest", "mpirun"])
+def test_tests_of_kmeans_pass(start: list[str]) -> None:
+    done = run([*start, *PYTEST, EXAMPLES / "test_kmeans.py"], code=0, timeout=100)
+    assert "= 8 passed in" in done.stdout
+
+
+def test_failure_of_the_page_is_the_output_of_its_program(tmp_path: Path) -> None:
+    (program,), (shown,) = (
+        re.findall(rf"(?ms)^```{language}\n(.*?)^```", PAGE) for language in ("python", "text")
+    )
+    file = tmp_path / "test_mean.py"
+    file.write_text(program.replace("fl.all_reduce_multiple([sums, count])", "fl.all_reduce(sums)"))
+    command = [*PYTEST, "-W", "ignore", file, "-k", "without_rows"]
+    done = run(command, code=1, cwd=tmp_path, env={**os.environ, "COLUMNS": "80"})
+    report = re.search(r"(?ms)^___.*?^---[^\n]*\n", done.stdout)
+    assert report is not None, done.stdout
+    assert re.sub(r" +\n", "\n", report[0]) == shown

@@ -169,16 +169,8 @@ def reduce_scatter_parts(rank: int, size: int, name: str, rows: int) -> None:
 
 
 def ring_of_messages(rank: int, size: int, count: int) -> None:
-    """Each rank sends to the next; even ranks send first."""
-    x = on_gpu(values(rank, (count,), "float32"))
     y = on_gpu(np.zeros(count, np.float32))
-    steps: list[Callable[[], Any]] = [
-        lambda: fl.send(x, (rank + 1) % size, tag=7),
-        lambda: fl.recv(y, (rank - 1) % size, tag=7),
-    ]
-    first = 1 if rank % 2 or (size % 2 and rank == size - 1) else 0
-    steps[first]()
-    steps[1 - first]()
+    conformance.send_around(rank, size, on_gpu(values(rank, (count,), "float32")), y)
     np.testing.assert_array_equal(y.get(), values((rank - 1) % size, (count,), "float32"))
 
 
