@@ -1,14 +1,4 @@
-#include <algorithm>
-#include <cstring>
-#include <iterator>
-#include <limits>
-#include <memory>
-#include <type_traits>
-#include <utility>
-#include <vector>
-
-#include "nn.h"
-#include "windows.h"
+#include "kernels.h"
 
 namespace fl::nn {
 namespace {

@@ -26,7 +26,7 @@ constexpr Py_ssize_t MOST_ARRAYS = 16, MOST_SIZES = 32, MOST_NUMBERS = 8;
 PyObject* find(PyObject*, PyObject* name) {
   const char* wanted_name = PyUnicode_AsUTF8AndSize(name, nullptr);
   if (wanted_name == nullptr) return nullptr;
-  for (const Row* rows : {convolutions, pools, norms, sequences, elements}) {
+  for (const Row* rows : {convolutions, layers}) {
     for (const Row* row = rows; row->name != nullptr; ++row) {
       if (std::strcmp(row->name, wanted_name) == 0) return PyLong_FromVoidPtr(const_cast<Row*>(row));
     }

@@ -27,7 +27,7 @@ struct Row {
       {FL_CHOSEN(kernel<double __VA_ARGS__>), name ":d", arrays}
 
 // Tables of kernels, one per source file. The last row of a table has no name.
-extern const Row convolutions[], pools[], norms[], sequences[], elements[];
+extern const Row convolutions[], layers[];
 
 // Let new NumPy arrays of this thread reuse freed blocks. Return false if an exception is set.
 bool keep_freed();

@@ -34,7 +34,7 @@ class _Windows(NamedTuple):
     pad: _Two
     dilation: _Two
     groups: int
-    numbers: tuple[int, ...]  # arguments of native kernels, see csrc/nn/windows.h
+    numbers: tuple[int, ...]  # arguments of native kernels, see csrc/nn/kernels.h
 
     def places(self) -> Iterator[tuple[_Two, tuple[slice, ...]]]:
         """Yield each position in a window, and the index of its pixels in padded images."""

@@ -1,8 +1,17 @@
-// Windows over images in NHWC order, from the sizes passed to kernels.
+// Headers of the kernels' sources, and windows over images in NHWC order, from the sizes passed to kernels.
 #pragma once
 
-#include <cstdint>
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "nn.h"
 
 namespace fl::nn {
 
