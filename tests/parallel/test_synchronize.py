@@ -23,16 +23,8 @@ from flashlight_py.parallel.synchronize import _buffers_for, _kept, _plans, give
 from flashlight_py.parallel.tree import TreeBuffers, kinds_by_path, plan_of, put_numbers
 from tests.distributed.conformance import on_ranks
 from tests.gpu import test_trees as gpu_trees
-from tests.parallel.trees import (
-    Box,
-    Frozen,
-    Point,
-    Tensor,
-    everything,
-    model_of,
-    optimizer_of,
-    trees,
-)
+from tests.parallel.tree_strategies import trees
+from tests.parallel.trees import Box, Frozen, Point, Tensor, everything, model_of, optimizer_of
 from tests.tables import for_each
 
 
