@@ -7,8 +7,6 @@ A name is imported at its first use. So the launcher starts without NumPy, and a
 reduces arrays does not load modules and optimizers. (For pytest: PYTEST_DONT_REWRITE.)
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -5,8 +5,6 @@ threads. The launchers of this package set an environment variable that OpenBLAS
 launchers, this module changes the number after OpenBLAS is loaded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Iterator

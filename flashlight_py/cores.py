@@ -1,7 +1,5 @@
 """Cores, memory and file descriptors of a host, and the number of processes that it can run."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -3,8 +3,6 @@
 Subprocesses load MPI and join a world, because a broken MPI would end this process.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Network interfaces of this host, their addresses, and the source addresses of packets."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from collections.abc import Sequence

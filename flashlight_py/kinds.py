@@ -1,7 +1,5 @@
 """Arrays of other libraries: detection, views as NumPy or CuPy arrays, conversion of results."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Shared libraries that this process has loaded."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os

@@ -4,8 +4,6 @@ Only the text that is printed or sent to other ranks is shortened, not the excep
 FLASHLIGHT_FULL_TRACEBACK=1 prints all frames.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

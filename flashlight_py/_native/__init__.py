@@ -1,7 +1,5 @@
 """Native extensions, all optional. The error for a missing extension has a reason and a remedy."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """Ranks in the worker processes of a Dask cluster."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence, Set

@@ -1,7 +1,5 @@
 """A rank in a process of an engine. The process continues after the rank has ended."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pickle

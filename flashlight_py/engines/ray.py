@@ -1,7 +1,5 @@
 """Ranks in actors of a Ray cluster, and workers of a Ray Train trainer as ranks."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -230,7 +228,7 @@ def config(params: Mapping[str, Any] | None = None) -> Any:
     class WorldBackend(Backend):  # type: ignore[misc]
         """Functions that Ray calls in the process that controls the workers."""
 
-        def on_start(self, workers: Any, backend_config: WorldConfig) -> None:
+        def on_start(self, workers: Any, backend_config: "WorldConfig") -> None:
             start = Start(len(workers))
             world = workers.execute_single(0, listen_on_node, start.key), backend_config.params
             joining = [
@@ -238,7 +236,7 @@ def config(params: Mapping[str, Any] | None = None) -> Any:
             ]
             ray.get(joining)
 
-        def on_shutdown(self, workers: Any, _: WorldConfig) -> None:
+        def on_shutdown(self, workers: Any, _: "WorldConfig") -> None:
             """Make the workers leave the world. After 5 seconds, Ray kills the others."""
             tasks = workers.execute_async(_leave)
             ray.wait(tasks, num_returns=len(tasks), timeout=ENDING_SECONDS)

@@ -1,7 +1,5 @@
 """Functions that ``run`` of Ray, Dask and Spark call in the process of the user."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set

@@ -1,7 +1,5 @@
 """Ranks in the Python workers of a Spark application."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

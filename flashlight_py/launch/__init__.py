@@ -1,7 +1,5 @@
 """Start the ranks of a world on this machine, and end them with all processes that they started."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """``python -m flashlight_py.launch``."""
 
-from __future__ import annotations
-
 import sys
 
 from flashlight_py.launch.command_line import main

@@ -4,8 +4,6 @@ Over ssh the launcher starts ``python -m flashlight_py.launch.agent``. Standard 
 the connection. ``channel`` describes the messages.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A call of a function on all ranks of a new world, by ``spawn`` or an engine."""
 
-from __future__ import annotations
-
 import logging
 import math
 import operator
@@ -34,15 +32,9 @@ class SpawnCall(NamedTuple):
 
     @classmethod
     def checked(
-        cls,
-        operation: str,
-        fn: object,
-        args: object,
-        nprocs: int | None,
-        params: Mapping[str, Any] | None,
-        timeout: float | None,
-        max_restarts: int,
-    ) -> SpawnCall:
+        cls, operation: str, fn: object, args: object, nprocs: int | None,
+        params: Mapping[str, Any] | None, timeout: float | None, max_restarts: int,
+    ) -> "SpawnCall":  # fmt: skip
         """Return the call of ``fn``; raise TypeError or ValueError if an argument is invalid."""
         if not callable(fn):
             raise TypeError(f"{operation}: fn must be a function of (rank, *args), got {fn!r}")

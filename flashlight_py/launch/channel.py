@@ -16,8 +16,6 @@ An agent blocks until its message is written; meanwhile the ranks block when the
 launcher never blocks on an agent. Otherwise the two could wait for each other.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``python -m flashlight_py.launch`` and ``flrun``: start ranks, and end all if one fails."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

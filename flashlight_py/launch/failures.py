@@ -1,7 +1,5 @@
 """Failures of ranks: descriptions from reports, exit codes and tracebacks, and the first cause."""
 
-from __future__ import annotations
-
 import re
 import signal
 import traceback
@@ -46,7 +44,7 @@ class Failure(NamedTuple):
     exit_code: int | None = None
 
     @classmethod
-    def of_exception(cls, error: BaseException) -> Failure:
+    def of_exception(cls, error: BaseException) -> "Failure":
         """Describe the exception of a rank. ``SystemExit`` is described like an exit."""
         text, at = folded(error).rstrip(), system.monotonic()
         if isinstance(error, SystemExit):
@@ -59,7 +57,7 @@ class Failure(NamedTuple):
         return cls(f"raised {line}", at, _distance_from_cause(error), text)
 
     @classmethod
-    def of_exit(cls, code: int, errors: Sequence[str] = ()) -> Failure:
+    def of_exit(cls, code: int, errors: Sequence[str] = ()) -> "Failure":
         """Describe exit ``code``, or a kill by signal ``-code``. ``errors`` is ``Tail.errors``."""
         error = errors[-1] if errors else ""
         if len(error) > _LONGEST_CAUSE:  # the output of the rank has the full text

@@ -6,8 +6,6 @@ copy is killed, the front ends the remaining processes. If the front is killed, 
 the copy, which then ends the job. Both processes adopt orphans.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """The hosts of a job. One agent per host, local or started over ssh, runs the ranks."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
@@ -35,14 +33,9 @@ class SshAgent:
     """
 
     def __init__(
-        self,
-        loop: Loop,
-        name: str,
-        ssh: Sequence[str],
-        lost_after: float,
-        on_message: Callable[[str, list[Any]], None],
-        on_lost: Callable[[str], None],
-    ) -> None:
+        self, loop: Loop, name: str, ssh: Sequence[str], lost_after: float,
+        on_message: Callable[[str, list[Any]], None], on_lost: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self._loop, self._name, self._silence, self._is_open = loop, name, "", True
         self._on_message, self._on_lost = on_message, on_lost
         folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
@@ -110,14 +103,10 @@ class Hosts:
     on_lost: Callable[[int, str], None]
 
     def __init__(
-        self,
-        loop: Loop,
-        hosts: Sequence[tuple[str, int]],
-        local: Agent | None = None,
-        ssh: Sequence[str] = (),
-        lost_after: float = LOST_SECONDS,
+        self, loop: Loop, hosts: Sequence[tuple[str, int]], local: Agent | None = None,
+        ssh: Sequence[str] = (), lost_after: float = LOST_SECONDS,
         environ: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.names, self.slots = [name for name, _ in hosts], [slots for _, slots in hosts]
         self.connected, self.environ = {0} if local else set[int](), dict(environ or {})
         self._loop, self._local, self._ssh, self._lost_after = loop, local, ssh, lost_after

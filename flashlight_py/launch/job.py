@@ -3,8 +3,6 @@
 The ranks of an attempt start when every host with ranks has reported that it is ready.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Event loop of the launcher: readable data, signals, ended children, deadlines and silence."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os
@@ -92,7 +90,7 @@ class Loop(Poll):
         system.close(self._signals)
         system.close(self._woken)
 
-    def start_pulse(self, pulse: Pulse) -> None:
+    def start_pulse(self, pulse: "Pulse") -> None:
         """Start calling ``pulse.beat``, even while this process blocks in a system call."""
         self.pulses.append(pulse)
         system.signal(signal.SIGALRM, self._beat)
@@ -193,13 +191,9 @@ class Pulse:
     """
 
     def __init__(
-        self,
-        loop: Loop,
-        seconds: float,
-        beat: Callable[[], None],
-        on_silence: Callable[[str], None],
-        is_connected: bool = True,
-    ) -> None:
+        self, loop: Loop, seconds: float, beat: Callable[[], None],
+        on_silence: Callable[[str], None], is_connected: bool = True,
+    ) -> None:  # fmt: skip
         self.beat = beat
         self._loop, self._seconds, self._on_silence = loop, seconds, on_silence
         self._is_connected, self.silent = is_connected, 0.0

@@ -1,7 +1,5 @@
 """The command line of the launcher."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Output of ranks: complete lines prefixed with the rank, on the terminal or in files."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Serialisation of functions and results between processes, by pickle or cloudpickle."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import os

@@ -1,7 +1,5 @@
 """Ranks of a job: their slots on hosts, their environment variables, and their local processes."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections import Counter
@@ -111,14 +109,9 @@ class RankProcesses:
         self._pipes: dict[Source, int] = {}
 
     def start(
-        self,
-        rank: int,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        stdin: int = DEVNULL,
-        descriptors: Sequence[int] = (),
-        is_guarded: bool = False,
-    ) -> system.Popen[bytes]:
+        self, rank: int, command: Sequence[str], environ: Mapping[str, str], stdin: int = DEVNULL,
+        descriptors: Sequence[int] = (), is_guarded: bool = False,
+    ) -> system.Popen[bytes]:  # fmt: skip
         """Start ``rank``. The process reads ``stdin`` (a descriptor) and inherits ``descriptors``.
 
         If ``is_guarded``, it is killed when this process ends, which must have a single thread.

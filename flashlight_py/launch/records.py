@@ -1,7 +1,5 @@
 """Copies the flight records of ranks on several hosts into one folder, to compare the records."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 Each process runs ``rank_main`` and reports to this process over a link.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -264,12 +262,9 @@ class Worker:
     """
 
     def __init__(
-        self,
-        name: tuple[str, int, int],
-        fn: Callable[..., object],
-        args: Sequence[Any],
+        self, name: tuple[str, int, int], fn: Callable[..., object], args: Sequence[Any],
         variables: Mapping[str, str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._operation, self.number, self._count = name
         task = pack_task(self._operation, fn, tuple(args), {})
         with shared(task) as content:

@@ -1,7 +1,5 @@
 """One attempt of all ranks. It ends if all ranks have ended, a rank fails, or a signal arrives."""
 
-from __future__ import annotations
-
 import math
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,14 +25,9 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        loop: Poll,
-        send: Callable[[int], None],
-        output: RankOutput,
-        ranks: Iterable[int],
-        grace: float,
-        say: Callable[[str], None] | None = None,
-    ) -> None:
+        self, loop: Poll, send: Callable[[int], None], output: RankOutput, ranks: Iterable[int],
+        grace: float, say: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
         self.failures: dict[int, Failure] = {}
         self._ranks_of_lost_hosts: set[int] = set()
         self.interrupted = 0

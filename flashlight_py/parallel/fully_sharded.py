@@ -5,8 +5,6 @@ before its bucket can be sent waits in an array of this rank. The gradient of a 
 matrix product. If its bucket is next, it is computed directly into the staging buffers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import sys
@@ -158,9 +156,9 @@ class HostPlacement(Placement, GradSink):
     sent is ``unsent`` if ``Variable.grad`` is ``total``; otherwise it is ``Variable.grad``.
     """
 
-    shards: HostSharder
+    shards: "HostSharder"
 
-    def __init__(self, shards: HostSharder, bucket: HostBucket, position: int) -> None:
+    def __init__(self, shards: "HostSharder", bucket: HostBucket, position: int) -> None:
         param, start, memory = bucket.params[position], bucket.starts[position], shards.memory
         self.shards, self.bucket = shards, bucket
         self.shape, self.dtype = param.shape, param.dtype

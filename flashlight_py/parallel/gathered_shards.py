@@ -11,8 +11,6 @@ operations that read their operands again in the backward pass instead of keepin
 stay in memory until the backward pass has used them. The results are the same.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
@@ -36,7 +34,7 @@ from flashlight_py.parallel.synchronize import give_state
 GRAIN = 16
 
 
-def shard_by_gathering(module: Module, group: ProcessGroup | None = None) -> GatheringSharder:
+def shard_by_gathering(module: Module, group: ProcessGroup | None = None) -> "GatheringSharder":
     members = group_or_world(group)
     params = module.named_params()
     for name, param in params.items():
@@ -55,7 +53,7 @@ def shard_by_gathering(module: Module, group: ProcessGroup | None = None) -> Gat
     return sharder
 
 
-def _flats(module: Module, group: ProcessGroup) -> Iterator[Flat]:
+def _flats(module: Module, group: ProcessGroup) -> "Iterator[Flat]":
     """Yield a ``Flat`` for each submodule, dtype and device with floating-point parameters."""
     seen: set[Variable] = set()
     rows: set[int] = set()
@@ -194,9 +192,9 @@ class Reduction:
 class PartPlacement(Placement, GradSink):
     """Placement of a parameter if this rank stores only a part of it and of its optimizer state."""
 
-    shards: GatheringSharder
+    shards: "GatheringSharder"
 
-    def __init__(self, shards: GatheringSharder, flat: Flat, position: int) -> None:
+    def __init__(self, shards: "GatheringSharder", flat: Flat, position: int) -> None:
         self.shards, self.flat, self.position = shards, flat, position
         self.shape, self.dtype = flat.shapes[position], flat.dtype
         self.local_range, self._range_in_param = flat.cut(position)

@@ -1,7 +1,5 @@
 """Layers that communicate: batch normalization, and linear layers divided among ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -157,7 +155,7 @@ def shard_linear(
 class ShardedLinear(Linear):
     """Linear layer with only this rank's part of the weight; see ``shard_linear``."""
 
-    cut: Cut
+    cut: "Cut"
 
     def forward(self, x: Variable) -> Variable:
         """Return this rank's part of ``x @ weight.T + bias`` (column), or the full result (row)."""
@@ -223,7 +221,7 @@ class Cut(Shards):
     def own_gradients(self, variables: Iterable[Variable]) -> list[Array]:
         return [variable.grad for variable in variables if variable.grad is not None]
 
-    def __deepcopy__(self, memo: object) -> Cut:
+    def __deepcopy__(self, memo: object) -> "Cut":
         return self
 
 

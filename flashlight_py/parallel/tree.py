@@ -16,8 +16,6 @@ a tuple that contains the key's text. Arrays and mutable containers are numbered
 walk. Tuples and immutable objects have no number: two equal values may be one object on some rank.
 """
 
-from __future__ import annotations
-
 import array as stdlib_array
 import dataclasses
 import functools

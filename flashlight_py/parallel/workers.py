@@ -1,7 +1,5 @@
 """``DataParallel``: processes of this machine compute shares of each batch."""
 
-from __future__ import annotations
-
 import atexit
 import io
 import math
@@ -253,8 +251,8 @@ class TeamResources(AbstractContextManager["TeamResources"]):
 # Python may collect a team at any line, and an exception that a signal handler raises during the
 # collection is lost. So the collection only appends a reference, and the next use of any
 # DataParallel ends the workers of the collected team.
-_resources: dict[weakref.ref[Team], TeamResources] = {}
-_dropped_teams: deque[weakref.ref[Team]] = deque()
+_resources: "dict[weakref.ref[Team], TeamResources]" = {}
+_dropped_teams: "deque[weakref.ref[Team]]" = deque()
 
 
 def end_dropped() -> None:

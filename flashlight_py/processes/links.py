@@ -4,8 +4,6 @@ On Linux, a process inherits its end of the link, and the memory with the task. 
 the task from a pipe, and connects to a port of the loopback interface.
 """
 
-from __future__ import annotations
-
 import hmac
 import multiprocessing
 import os

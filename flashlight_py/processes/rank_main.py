@@ -15,8 +15,6 @@ and reports success or a failure. Then it calls the returned function with the l
 The program runs by its path. It copies the parent's ``sys.path`` before it imports this package.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import io

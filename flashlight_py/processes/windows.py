@@ -1,7 +1,5 @@
 """Pipes and processes for selectors that accept only sockets, as on Windows; see ``system``."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import threading

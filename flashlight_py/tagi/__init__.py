@@ -4,8 +4,6 @@ Weights and activations are Gaussian. Names, argument orders and defaults are th
 pytagi script runs if it imports this package in place of ``pytagi``. See ``docs/tagi.md``.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.random import set_seed as manual_seed

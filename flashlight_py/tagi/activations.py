@@ -4,8 +4,6 @@ Each input ``z`` has mean ``m`` and variance ``v``. The slope of ``a(z)`` is ``c
 linearised activation has mean ``a(m)``, variance ``a'(m)^2 v`` and slope ``a'(m)``.
 """
 
-from __future__ import annotations
-
 import abc
 import math
 from typing import Any, TypeAlias

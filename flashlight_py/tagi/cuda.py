@@ -1,7 +1,5 @@
 """Queries of CUDA devices. No function raises if the driver, a device or CuPy is missing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashlight_py import _native, device

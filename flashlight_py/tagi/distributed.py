@@ -4,8 +4,6 @@ Each rank sums each parameter's deltas over its samples, and the ranks add these
 Each rank then takes the same step as one process with all samples would take.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ all variances, and all sums of deltas over the batch. A step is therefore one ke
 sums are sent to other processes without a copy.
 """
 
-from __future__ import annotations
-
 import abc
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -175,7 +173,7 @@ class _Flat:
     def __init__(self, name: str, moment: str) -> None:
         self._name, self._moment = name, moment
 
-    def __get__(self, layer: BaseLayer | None, owner: object = None) -> Any:
+    def __get__(self, layer: "BaseLayer | None", owner: object = None) -> Any:
         if layer is None:
             return self
         parameter: Parameter | None = getattr(layer, self._name)
@@ -183,7 +181,7 @@ class _Flat:
             return np.empty(0, REAL)
         return states.host_copy(getattr(parameter, self._moment)).reshape(-1)
 
-    def __set__(self, layer: BaseLayer, values: Array) -> None:
+    def __set__(self, layer: "BaseLayer", values: Array) -> None:
         parameter: Parameter | None = getattr(layer, self._name)
         label, size = f"{layer}: {self._name}", 0 if parameter is None else parameter.mean.size
         if np.size(values) != size:
@@ -281,7 +279,7 @@ class BaseLayer(abc.ABC):
         """Return state that is not a parameter, such as running means: the arrays, no copies."""
         return []
 
-    def named_layers(self, suffix: str) -> Iterator[tuple[str, BaseLayer]]:
+    def named_layers(self, suffix: str) -> "Iterator[tuple[str, BaseLayer]]":
         """Yield (name, layer) of this layer or of a block's layers. Names end in ``suffix``."""
         yield f"{self.get_layer_name()}.{suffix}", self
 

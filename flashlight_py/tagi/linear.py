@@ -1,7 +1,5 @@
 """Layers with a matrix of Gaussian weights: linear layers, embeddings and convolutions."""
 
-from __future__ import annotations
-
 import threading
 from typing import ClassVar
 

@@ -14,8 +14,6 @@ covariance ``sum_j W_p[k, j] W_q[k, j] var(x_j)``. If p = q, this sum is a part 
     fi fg         backward pass only
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 

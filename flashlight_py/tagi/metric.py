@@ -5,8 +5,6 @@ array of one element, except labels, matches any shape. Observations and labels 
 masked (``np.ma``) are ignored.
 """
 
-from __future__ import annotations
-
 from itertools import combinations
 from typing import Any
 

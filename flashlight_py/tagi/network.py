@@ -8,8 +8,6 @@ variances follow. Each of the four text files has one number per line: means of 
 variances of all weights, means of all biases, or variances of all biases.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers, containers and the updater, under the names of the module ``pytagi.nn``."""
 
-from __future__ import annotations
-
 from flashlight_py.names import export
 
 # Public names by module. `scripts/stubs` copies this table to a stub for type checkers.

@@ -1,7 +1,5 @@
 """Layers that normalise units to mean 0 and variance 1, then scale and shift them."""
 
-from __future__ import annotations
-
 import abc
 import math
 from collections.abc import Callable, Sequence
@@ -324,7 +322,7 @@ class _Rows:
         self._description = (*units.shape, *steps)
 
     @classmethod
-    def of(cls, units: Array) -> _Rows | None:
+    def of(cls, units: Array) -> "_Rows | None":
         """Return the rows of ``units``; None if the kernels cannot read them or are slower."""
         if is_cupy(units) or units.dtype != REAL:
             return None

@@ -1,7 +1,5 @@
 """A network as a chain of layers: forward and backward passes, and steps."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
@@ -208,7 +206,7 @@ class Sequential(Network):
         self.__dict__.update(state)
         self.gather_parameters()
 
-    def __copy__(self) -> Sequential:
+    def __copy__(self) -> "Sequential":
         """Return a deep copy, because two networks cannot share parameters."""
         return copy.deepcopy(self)
 
@@ -219,7 +217,7 @@ class Sequential(Network):
         """
         return [(mw, sw, mb, sb) for mw, sw, mb, sb, *_ in self.state_dict().values()]
 
-    def params_from(self, other: Sequential) -> None:
+    def params_from(self, other: "Sequential") -> None:
         """Copy parameters and running statistics from ``other``, a network with the same layers.
 
         Raises ValueError, without changes, if the layers differ.

@@ -3,9 +3,6 @@
 A forward pass computes moments, a backward pass deltas. Observations give its first deltas.
 """
 
-from __future__ import annotations
-
-import functools
 import math
 from typing import Any
 
@@ -62,7 +59,7 @@ class BaseHiddenStates:
         """Number of units of a sample."""
         return self.size // max(1, self.block_size)
 
-    def shaped(self, shape: tuple[int, ...] | None) -> BaseHiddenStates:
+    def shaped(self, shape: tuple[int, ...] | None) -> "BaseHiddenStates":
         """Return the units with samples of ``shape`` (not None). Dense arrays are not copied."""
         assert shape is not None  # the layer is connected
         if self.mean.shape[1:] == shape:
@@ -105,7 +102,7 @@ class BaseDeltaStates:
         """Number of units of the whole batch."""
         return 0 if self.mean is None else int(self.mean.size)
 
-    def copy_from(self, source: BaseDeltaStates, num_data: int = -1) -> None:
+    def copy_from(self, source: "BaseDeltaStates", num_data: int = -1) -> None:
         """Copy the deltas of ``source``, such as another network's ``output_delta_z_buffer``.
 
         Args:
@@ -273,7 +270,8 @@ def deltas_of(
         errors = errors if errors.size == 1 else errors.reshape(shape)
         return innovations(outputs, observed.reshape(shape), errors)
     xp = array_module(outputs.mean)
-    positions = xp.asarray((indices + _flat_offsets(len(indices), outputs.actual_size)).reshape(-1))
+    starts = np.arange(len(indices))[:, None] * outputs.actual_size - 1  # indices begin at 1
+    positions = xp.asarray((indices + starts).reshape(-1))
     selected = BaseHiddenStates(
         outputs.mu_a.take(positions),
         None if outputs.variance is None else outputs.var_a.take(positions),
@@ -282,12 +280,6 @@ def deltas_of(
     d, e = xp.zeros(outputs.size, REAL), xp.zeros(outputs.size, REAL)
     d[positions], e[positions] = innovations(selected, observed.reshape(-1), errors.reshape(-1))
     return d.reshape(outputs.mean.shape), e.reshape(outputs.mean.shape)
-
-
-@functools.lru_cache(4)
-def _flat_offsets(batch: int, outputs: int) -> Array:
-    """Return offsets ``[batch, 1]``: offset + output number (from 1) = index in flat outputs."""
-    return np.arange(batch)[:, None] * outputs - 1
 
 
 def innovations(units: BaseHiddenStates, observed: Array, errors: Array) -> tuple[Array, Array]:

@@ -1,7 +1,5 @@
 """Helpers of pytagi scripts: class trees, data sets, normalisation and schedules."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

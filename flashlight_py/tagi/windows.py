@@ -5,8 +5,6 @@ A convolution writes its output with channels first, as its matrix product does.
 this order without a copy.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Capture of a training step: the first calls are recorded, later calls are replayed natively."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

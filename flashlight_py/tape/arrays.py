@@ -6,8 +6,6 @@ NumPy's protocols and its own methods read its elements, which ends the recordin
 NumPy implements in Python, such as ``sum``, record the ufunc that they call.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import weakref

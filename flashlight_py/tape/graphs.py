@@ -9,8 +9,6 @@ group of the step that has the most ranks. If this group lacks a rank of another
 stays eager, because ranks that agree inside each group could disagree between groups.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

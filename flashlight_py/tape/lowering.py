@@ -3,8 +3,6 @@
 A note that cannot be translated remains a call of NumPy's function.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator
@@ -75,7 +73,7 @@ class Operand:
     high: int
     entry: int = -1  # index of its address in the program's table, or -1
 
-    def overlaps(self, other: Operand) -> bool:
+    def overlaps(self, other: "Operand") -> bool:
         return self.low < other.high and other.low < self.high
 
 
@@ -147,7 +145,7 @@ class Elementwise(NamedTuple):
     def sums(self) -> bool:
         return self.function is np.add and len(self.operands) == 2
 
-    def disturbs(self, other: Elementwise) -> bool:
+    def disturbs(self, other: "Elementwise") -> bool:
         """Return whether ``other`` uses elements that this loop writes in another iteration."""
         written = self.operands[-1]
         low, high, layout = written.low, written.high, (written.array.itemsize, self.steps[-1])
@@ -171,7 +169,7 @@ class Loops:
     def operands(self) -> list[Operand]:
         return [operand for operation in self.operations for operand in operation.operands]
 
-    def take(self, new: Loops) -> bool:
+    def take(self, new: "Loops") -> bool:
         """Append the operations of ``new`` and return True, or return False if they do not fit.
 
         A merged loop runs all operations on one strip of elements, then on the next strip.
@@ -212,7 +210,7 @@ def lowered(notes: Sequence[Note], memory: Memory) -> list[Group]:
     return groups
 
 
-def _instructions(note: Note, rules: _Rules) -> Sequence[Group]:
+def _instructions(note: Note, rules: "_Rules") -> Sequence[Group]:
     if note.required is not None:
         return [Instruction(("require",), note.operands[-1:])]
     if type(note.function) is Kernel:

@@ -1,7 +1,5 @@
 """Construction of the program that replays a step, from the notes of a recording."""
 
-from __future__ import annotations
-
 import operator
 import sys
 import weakref

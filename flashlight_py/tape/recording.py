@@ -6,8 +6,6 @@ allocates during the step gets a number. Notes refer to it by stand-ins, so that
 while the recording continues.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import linecache
@@ -150,7 +148,7 @@ class Recording(Watcher):
         if self.pending:
             self.leave("the step does not wait for an operation that it starts,")
 
-    def drawing(self, generator: Any) -> Draws:
+    def drawing(self, generator: Any) -> "Draws":
         self._draws.generator, self._draws.recording = generator, self
         return self._draws
 
@@ -511,7 +509,7 @@ class CtrlC:
 
     _waits, _was_pressed = True, False
 
-    def __enter__(self) -> CtrlC:
+    def __enter__(self) -> "CtrlC":
         is_main = threading.current_thread() is threading.main_thread()
         self._handler: Any = signal.getsignal(signal.SIGINT) if is_main else None
         if callable(self._handler):

@@ -6,8 +6,6 @@ arrays, variables, modules, optimizers and meters, also in containers, and hooks
 bytecode of a function loads another value by name, a replay requires an equal value.
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import gc
@@ -331,14 +329,14 @@ class State:
         for value in called:
             self._start(value, path)
 
-    def changes(self, after: State) -> list[tuple[str, str]]:
+    def changes(self, after: "State") -> list[tuple[str, str]]:
         """Return a reason and a remedy for each number or string that the step has changed."""
         before, now = self.numbers, after.numbers
         paths = [one[0] for one in now if one not in before] if now != before else []
         paths += [x.path for x, v in self.names if v is not None and is_value(v) and not x.has(v)]
         return [(f"it changes {format_path(x)}, which no replay does,", _INSTEAD) for x in paths]
 
-    def save(self, others: dict[str, Any]) -> State:
+    def save(self, others: dict[str, Any]) -> "State":
         """Copy the state for ``restore``. Save bits of it and of ``others`` for ``differences``."""
         self._random = random.state_dict()
         pairs = [*others.items(), ("the random numbers that follow", self._random)]
@@ -356,7 +354,7 @@ class State:
             array[...] = copy
         random.load_state_dict(self._random)
 
-    def differences(self, other: State) -> list[str]:
+    def differences(self, other: "State") -> list[str]:
         """Return the names of saved values that differ between this state and ``other``."""
         both = zip_longest(self._bits, other._bits, fillvalue=("which arrays there are", None))
         return [one[0] for one, another in both if one != another]

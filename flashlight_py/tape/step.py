@@ -1,7 +1,5 @@
 """A training step that is recorded by its first call and replayed natively by later calls."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import inspect
@@ -131,7 +129,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             self._stay_eager(graphs.reason)
         return result
 
-    def _record(self, call: _Call, ctrl_c: CtrlC) -> Any:
+    def _record(self, call: "_Call", ctrl_c: CtrlC) -> Any:
         give_back = getattr(extension(), "give_back", lambda: None)
         give_back()  # from now on, large arrays are not in malloc's heap, which seldom shrinks
         recording, collects = call.recording, gc.isenabled()
@@ -178,7 +176,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         both = self.programs, self._unchecked
         self.programs, self._unchecked = [[x for x in kind if x.is_alive()] for kind in both]
 
-    def _try(self, program: Any, call: _Call) -> Any:
+    def _try(self, program: Any, call: "_Call") -> Any:
         """Replay ``program``, compare its result with the result of the step, and return it."""
         replay = _tape.Step()
         replay.programs, replay.slow, replay.left = [program], self.left, self.left
@@ -191,7 +189,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             self.programs = [program, *self.programs][:_MOST_PROGRAMS]
         return result
 
-    def _compare(self, call: _Call, before: State, result: Any) -> None:
+    def _compare(self, call: "_Call", before: State, result: Any) -> None:
         """Run the step from state ``before``. Raise RuntimeError unless it has the same results."""
         after = call.saved(result)
         before.restore()

@@ -3,8 +3,6 @@
 Without mpirun, session.py forks the ranks. Under ``mpirun -n 4 pytest``, they are MPI's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from typing import Any

@@ -5,8 +5,6 @@ returns the outcomes. A task is a function and its arguments, which are sent by 
 argument of the function is the rank.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

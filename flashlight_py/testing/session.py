@@ -5,8 +5,6 @@ rank runs a test with its fixtures, and sends its reports. Under ``mpirun -n 4 p
 processes of MPI run the same session in step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import itertools
@@ -44,7 +42,7 @@ class Mark(NamedTuple):
     fresh: bool = False
 
     @classmethod
-    def of(cls, item: pytest.Item) -> Mark | None:
+    def of(cls, item: pytest.Item) -> "Mark | None":
         if (mark := item.get_closest_marker("ranks")) is None:
             return None
         with contextlib.suppress(TypeError):  # of unknown or missing arguments
@@ -72,7 +70,7 @@ class Result(NamedTuple):
 class ForkedRanks:
     """Runs marked tests on forked ranks, and joins the reports of the ranks of a test."""
 
-    here: ForkedRanks  # in a rank
+    here: "ForkedRanks"  # in a rank
 
     def __init__(self, session: pytest.Session) -> None:
         self.session, self.config = session, session.config

@@ -1,7 +1,5 @@
 """One host of a cluster: a process that holds its namespaces, and the programs that run in them."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl
@@ -43,7 +41,7 @@ class Host:
         self.shared, self._plan, self._ask_switch = shared, plan, ask_switch
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Host:
+    def __enter__(self) -> "Host":
         self.folder = self.shared / self.name
         self.folder.mkdir()
         boot_id, self._names = self.folder / "boot_id", self.folder / "hosts"

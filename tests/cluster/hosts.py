@@ -10,8 +10,6 @@ is killed. If namespaces are forbidden or a program is missing, a test that need
 skipped with the reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -73,7 +71,7 @@ class Cluster:
         self._hosts: list[Host] = []
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> "Cluster":
         if reason := why_not():
             pytest.skip(reason)
         with contextlib.ExitStack() as stack:

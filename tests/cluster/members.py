@@ -1,7 +1,5 @@
 """Ranks on the hosts of a cluster that run a program of ``member.py`` until an event."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal
@@ -37,7 +35,7 @@ class Members:
         self._program, self._env = program, env
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Members:
+    def __enter__(self) -> "Members":
         counted = zip(self._cluster, self._counts, strict=False)
         hosts = [host for host, count in counted for _ in range(count)]
         self.processes = [self._start(rank, hosts) for rank in range(len(hosts))]

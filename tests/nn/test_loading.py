@@ -1,7 +1,5 @@
 """Weights by name: state dicts of torch, safetensors files, copies and tables of modules."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -21,12 +19,12 @@ class Tensor:
     def __init__(self, array: Any, dtype: str = "torch.float32") -> None:
         self.array, self.dtype = array, dtype
 
-    def detach(self) -> Tensor:
+    def detach(self) -> "Tensor":
         return self
 
     cpu = detach
 
-    def float(self) -> Tensor:
+    def float(self) -> "Tensor":
         return Tensor(self.array)
 
     def numpy(self) -> Any:
