@@ -21,13 +21,13 @@ from tests.distributed.conformance import (
     assert_equal,
     combine_by_hosts,
     dtype_of,
+    first_error,
     hosts_by_letter,
     on_ranks,
     slow,
     values,
 )
 from tests.distributed.harness import run_ranks
-from tests.distributed.mismatch_errors import first_error
 from tests.distributed.processes import await_file
 from tests.tables import pairs
 

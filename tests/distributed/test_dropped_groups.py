@@ -1,4 +1,7 @@
-"""Groups without close() end when they are no longer needed, at the latest in the shutdown."""
+"""Groups without close() end when they are no longer needed, at the latest in the shutdown.
+
+Repeated init and shutdown keep no memory, no descriptor and no thread.
+"""
 
 import gc
 import os
@@ -18,7 +21,8 @@ import flashlight_py as fl
 from flashlight_py.distributed import backend as backends
 from flashlight_py.distributed.groups import membership
 from flashlight_py.parallel import functional
-from tests.distributed.conformance import on_ranks, ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in, two_hosts
+from tests.distributed.harness import run_ranks
 
 ranks = ranks_in(("gloo", 2), ("shm", 2), slow=[("hierarchical", 4), ("mpi", 2)])
 
@@ -194,3 +198,44 @@ def test_shutdown_closes_every_group(rank: int, size: int, tmp_path: Path, backe
     for group in kept:
         with pytest.raises(fl.errors.GroupClosedError):
             group.barrier()
+
+
+CYCLES = int(os.environ.get("CYCLES", "12"))
+# Cycles until caches are filled and the allocator has its final size.
+WARM = 15
+# Kilobytes by which the allocator may still grow.
+SLACK = 1500
+
+
+def holdings() -> dict[str, int]:
+    """Return kilobytes of memory, descriptors and threads of this process."""
+    gc.collect()
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    memory, threads = (int(fields[name].split()[0]) for name in ("RssAnon", "Threads"))
+    return {"memory": memory, "threads": threads, "descriptors": len(os.listdir("/proc/self/fd"))}
+
+
+def growth(rank: int, size: int, params: dict[str, Any]) -> dict[str, int]:
+    """Return the growth of this process in ``CYCLES`` cycles."""
+    held = {}
+    for number in range(1, WARM + CYCLES + 1):
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
+        fl.all_reduce(np.ones(1000, np.float32))
+        fl.distributed_shutdown()
+        if number == WARM:
+            held = holdings()
+    return {name: end - held[name] for name, end in holdings().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "shm", "hierarchical"])
+def test_init_and_shutdown_release_resources(tmp_path: Path, backend: str) -> None:
+    params: dict[str, Any] = {"FILE_PATH": str(tmp_path / "meeting")}
+    if backend != "hierarchical":
+        params["BACKEND"] = backend
+    env = two_hosts if backend == "hierarchical" else None
+    for grown in run_ranks(growth, 3, params, init=None, env=env, deadline=60.0 + CYCLES):
+        assert grown["descriptors"] <= 0
+        assert grown["threads"] <= 0
+        assert grown["memory"] < max(SLACK, CYCLES)
+    assert list(tmp_path.iterdir()) == []

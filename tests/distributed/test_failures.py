@@ -15,9 +15,14 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import on_ranks, slow, world_of
+from tests.distributed.conformance import (
+    first_error,
+    mismatch_now_or_later,
+    on_ranks,
+    slow,
+    world_of,
+)
 from tests.distributed.harness import run_outcomes, run_ranks
-from tests.distributed.mismatch_errors import first_error, mismatch_now_or_later
 from tests.distributed.processes import await_file
 
 

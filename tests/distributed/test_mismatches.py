@@ -19,14 +19,16 @@ import flashlight_py as fl
 from flashlight_py.distributed.backend import exchange_bytes
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.verbs import VERBS
-from tests.distributed.conformance import hosts_by_letter, on_ranks, world_of
-from tests.distributed.harness import run_ranks
-from tests.distributed.mismatch_errors import (
+from tests.distributed.conformance import (
+    hosts_by_letter,
     late_message_mismatches,
     late_mismatch,
     mismatch_error,
     mismatch_now_or_later,
+    on_ranks,
+    world_of,
 )
+from tests.distributed.harness import run_ranks
 
 FEW = 15
 EXAMPLES = int(os.environ.get("EXAMPLES", FEW))

@@ -9,8 +9,15 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.errors import MismatchError
-from tests.distributed.conformance import assert_equal, dtype_of, on_ranks, ranks_in, values
-from tests.distributed.mismatch_errors import late_message_mismatches, mismatch_now_or_later
+from tests.distributed.conformance import (
+    assert_equal,
+    dtype_of,
+    late_message_mismatches,
+    mismatch_now_or_later,
+    on_ranks,
+    ranks_in,
+    values,
+)
 from tests.distributed.programs import MOVING, every_verb, run_program
 
 ranks = ranks_in(("single", 1), ("shm", 3), ("gloo", 3), slow=[("hierarchical", 4), ("mpi", 3)])

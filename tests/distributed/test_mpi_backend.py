@@ -31,14 +31,15 @@ from flashlight_py.distributed.verbs import BARRIER
 from tests.distributed import conformance
 from tests.distributed.conformance import (
     dtype_of,
+    first_error,
     hosts_by_letter,
+    mismatch_now_or_later,
     on_ranks,
     raises,
     slow,
     two_hosts,
 )
 from tests.distributed.harness import run_ranks
-from tests.distributed.mismatch_errors import first_error, mismatch_now_or_later
 from tests.distributed.processes import await_file
 from tests.distributed.programs import every_verb, run_program
 from tests.distributed.test_failures import CALLS, skip_the_call

@@ -28,8 +28,7 @@ from flashlight_py.distributed.verbs import VERBS
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import MismatchError
 from tests.distributed import conformance
-from tests.distributed.conformance import on_ranks, slow
-from tests.distributed.mismatch_errors import late_mismatch, mismatch_error
+from tests.distributed.conformance import late_mismatch, mismatch_error, on_ranks, slow
 from tests.tables import pairs
 
 in_both = on_ranks(("shm", 2), ("gloo", 2), native=True)

@@ -9,8 +9,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.start.world import current_world
-from tests.distributed.conformance import on_ranks, ranks_in
-from tests.distributed.mismatch_errors import mismatch_now_or_later
+from tests.distributed.conformance import mismatch_now_or_later, on_ranks, ranks_in
 
 ranks = ranks_in(*(("single", 1), ("gloo", 3), ("shm", 3)), slow=[("hierarchical", 3), ("mpi", 3)])
 

@@ -16,8 +16,14 @@ import flashlight_py as fl
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.parallel import functional as D
-from tests.distributed.conformance import hosts_by_letter, on_ranks, ranks_in
-from tests.distributed.mismatch_errors import late_mismatch, mismatch_error, mismatch_now_or_later
+from tests.distributed.conformance import (
+    hosts_by_letter,
+    late_mismatch,
+    mismatch_error,
+    mismatch_now_or_later,
+    on_ranks,
+    ranks_in,
+)
 
 SIZE, ODD = 3, 1
 AT_ONCE = 20.0  # seconds, on a machine under load

@@ -26,8 +26,14 @@ from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.groups.membership import members_of
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.errors import DistributedError, MismatchError
-from tests.distributed.conformance import on_ranks, raises, ranks_in
-from tests.distributed.mismatch_errors import first_error, late_mismatch, mismatch_error
+from tests.distributed.conformance import (
+    first_error,
+    late_mismatch,
+    mismatch_error,
+    on_ranks,
+    raises,
+    ranks_in,
+)
 
 
 def in_both(size: int, **options: Any) -> Any:

@@ -9,9 +9,8 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.backends.nccl.library import load_nccl, version_text
-from tests.distributed.conformance import on_ranks
+from tests.distributed.conformance import first_error, on_ranks
 from tests.distributed.harness import run_outcomes
-from tests.distributed.mismatch_errors import first_error
 from tests.gpu import verbs
 from tests.gpu.conftest import world
 

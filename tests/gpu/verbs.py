@@ -15,8 +15,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.verbs import VERBS
 from tests.distributed import conformance
-from tests.distributed.conformance import values
-from tests.distributed.mismatch_errors import mismatch_error
+from tests.distributed.conformance import mismatch_error, values
 
 # NCCL has no longdouble, and CuPy's stable releases have no bfloat16.
 DTYPES = [
