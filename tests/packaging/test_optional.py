@@ -1,5 +1,6 @@
-"""Each optional package can be deleted with its tests, and the rest of the package works."""
+"""The package without one optional part passes its tests, and a type checker finds its types."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -30,3 +31,13 @@ def test_core_works_if_an_optional_package_is_deleted(package: str, tmp_path: Pa
     for command in (["scripts/stubs"], tests):
         path = environment(PYTHONPATH=str(copy))
         run([sys.executable, *command], code=0, timeout=None, cwd=copy, env=path)
+
+
+@pytest.mark.slow
+def test_type_checker_infers_the_declared_types(tmp_path: Path) -> None:
+    """The checker runs outside of the checkout, so that it finds only the installed package."""
+    program = shutil.copy(ROOT / "tests" / "typed_program.py", tmp_path / "program.py")
+    options = ["--strict", "--config-file=", f"--cache-dir={ROOT / '.mypy_cache' / 'user'}"]
+    env = {name: value for name, value in os.environ.items() if "PYTHONPATH" not in name}
+    command = [sys.executable, "-m", "mypy", *options, program]
+    run(command, code=0, timeout=110, cwd=tmp_path, env=env)
