@@ -1,6 +1,4 @@
-"""A user's program with the types that a type checker must infer.
-
-``packaging/test_optional.py`` checks it.
+"""A user's program with the types that ``packaging/test_optional.py`` expects a checker to infer.
 
 ``assert_type`` is exact: a wider type or Any is an error. ``type: ignore`` marks lines with
 expected errors, and is an error itself on other lines.
