@@ -40,10 +40,6 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
     the default group). ``params`` is the ``pg_options`` of the user, a dict of
     ``distributed_init``'s parameters. If this process is in a world, this world becomes the default
     group. Otherwise the default group becomes the world.
-
-    Raises:
-        ValueError: If the existing world has another rank or size, or if ``params`` are invalid.
-        RendezvousError, BackendUnavailableError: As in ``distributed_init``.
     """
     rank, size = options.group_rank, options.group_size
     usual = min(options.timeout.total_seconds(), internal.MOST_SECONDS)
@@ -89,13 +85,12 @@ def world_rendezvous() -> Iterator[tuple[Any, int, int]]:
     world = current_world()
     rank, size = world.group.rank, world.group.size
     store_options = {"world_size": size, "wait_for_workers": False}
-    address_and_port, own_store = None, None
+    store: Any = None
     if rank == 0:
         address = "127.0.0.1" if world.local_size == size else own_addresses()[0]
-        own_store = dist.TCPStore(address, 0, is_master=True, **store_options)
-        address_and_port = address, own_store.port
-    host, port = broadcast_object(address_and_port)
-    store = own_store or dist.TCPStore(host, port, is_master=False, **store_options)
+        store = dist.TCPStore(address, 0, is_master=True, **store_options)
+    host, port = broadcast_object(store and (store.host, store.port))
+    store = store or dist.TCPStore(host, port, is_master=False, **store_options)
     world.group.barrier()  # all ranks connect before rank 0, which hosts the store, can exit
     yield store, rank, size
 

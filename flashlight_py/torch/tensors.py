@@ -37,7 +37,7 @@ def native_tensor(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> A
     return tensor.data_ptr(), code, tensor.shape if shape is None else shape, tensor
 
 
-class ElsewhereError(ValueError):
+class DeviceError(ValueError):
     """A tensor is on ``device``, but this process group needs it on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -49,11 +49,11 @@ class ElsewhereError(ValueError):
 
 
 def require_cpu_tensor(tensor: torch.Tensor) -> None:
-    """Raise TypeError for an unsupported layout or dtype, or ElsewhereError if not on the CPU."""
+    """Raise TypeError for an unsupported layout or dtype, or DeviceError if not on the CPU."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"expected a strided tensor, got {tensor.layout}. Pass x.to_dense()")
     if not tensor.is_cpu:
-        raise ElsewhereError(tensor.device)
+        raise DeviceError(tensor.device)
     if tensor.is_quantized:
         raise TypeError(f"expected an unquantized tensor, got {tensor.dtype}. Pass x.int_repr()")
 
@@ -67,11 +67,11 @@ def one_piece(tensor: torch.Tensor) -> torch.Tensor:
     return plain if plain.dtype in CODES else plain.view(_AS_WIDE[plain.element_size()])
 
 
-def join_tensors(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def room_for(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a one-dimensional tensor with room for all ``tensors``, one after the other.
 
     If the tensors are adjacent, such as parts of one tensor, the result is their own memory.
-    Otherwise the result is new memory, and ``copied`` copies to or from it. Raises like
+    Otherwise the result is new memory, and ``copy`` copies to or from it. Raises like
     ``require_cpu_tensor``, and TypeError if the tensors in ``alike`` have different dtypes.
     """
     for tensor in alike:
@@ -89,10 +89,10 @@ def join_tensors(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor])
     return first.detach().as_strided((count,), (1,))
 
 
-def copied(joined: torch.Tensor, tensors: Sequence[torch.Tensor], back: bool) -> None:
+def copy(joined: torch.Tensor, tensors: Sequence[torch.Tensor], back: bool) -> None:
     """Copy ``tensors`` to ``joined``, or ``joined`` to ``tensors`` if ``back``.
 
-    ``joined`` is the result of ``join_tensors``. If it has the memory of the tensors, do nothing.
+    ``joined`` is the result of ``room_for``. If it has the memory of the tensors, do nothing.
     """
     pointer, start = joined.data_ptr(), 0
     if pointer == tensors[0].data_ptr():

@@ -41,6 +41,30 @@ def as_torchs(error: DistributedError) -> Exception:
     return converted.with_traceback(error.__traceback__)
 
 
+def untraced(cls: type[Any]) -> type[Any]:
+    """Make torch.compile run the functions of ``cls`` untraced. torch 2.13 fails to trace them."""
+    dynamo = torch._C._dynamo.eval_frame
+    if hasattr(dynamo, "set_code_exec_strategy"):  # torch 2.6 lacks it
+        skip = dynamo._FrameAction.SKIP
+        strategy = dynamo._FrameExecStrategy(skip, skip)  # of this frame, and of frames it calls
+        for member in vars(cls).values():
+            if code := getattr(getattr(member, "fget", member), "__code__", None):
+                dynamo.set_code_exec_strategy(code, strategy)
+    return cls
+
+
+def ends_soon(work: Work, tensors: Sequence[torch.Tensor]) -> bool:
+    """Poll ``work``, for at most ``_MOMENT`` if its ``tensors`` are small. True: it has ended."""
+    nbytes = sum([tensor.nbytes for tensor in tensors])
+    end = time.monotonic() + (nbytes <= _SMALL_BYTES) * _MOMENT
+    while not work.is_completed():
+        if time.monotonic() > end:
+            return False
+        os.sched_yield()  # ranks may share a core
+    return True
+
+
+@untraced
 class TensorWork(dist.Work):
     """The operation ``work``, which stores its result in ``tensors``."""
 
@@ -53,11 +77,9 @@ class TensorWork(dist.Work):
             _kept.add(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the operation has ended, for at most ``timeout`` (0: no limit). Returns True.
+        """Block until the operation has ended, at most ``timeout`` (0: no limit), and return True.
 
-        Raises:
-            DistBackendError: If the operation fails, or if ``timeout`` passes. In the latter case
-                the operation continues.
+        After ``timeout``, the operation continues, and this call raises DistBackendError.
         """
         if _kept is not None:
             _kept.discard(self)
@@ -67,8 +89,7 @@ class TensorWork(dist.Work):
             raise as_torchs(error) from None
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
+    synchronize = wait
 
     def __del__(self) -> None:
         """Copy the result to the tensors in the background, if no call has waited for it."""
@@ -106,23 +127,15 @@ class TensorWork(dist.Work):
 
     def source_rank(self) -> int:
         """Return the rank that sent the message of a completed receive, or -1."""
-        source = self.work.source
-        return -1 if source is None else source
+        return -1 if self.work.source is None else self.work.source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the tensors, which completes even if no thread waits."""
         if self._future is None:
-            is_small = sum([tensor.nbytes for tensor in self.tensors]) <= _SMALL_BYTES
-            end = time.monotonic() + is_small * _MOMENT
-            while not (has_ended := self.is_completed()) and time.monotonic() < end:
-                os.sched_yield()  # ranks may share a core
+            has_ended = ends_soon(self.work, self.tensors) and self.is_completed()
             begun: torch.futures.Future[Any] = torch.futures.Future()
-            if has_ended and self._error is None:
-                self._future = begun
-                begun.set_result(list(self.tensors))
-                return begun
             # If result() raises, the future fails, also in C++, where DDP waits for it.
             self._future = begun.then(lambda _: self.result())
             if has_ended:

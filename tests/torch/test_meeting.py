@@ -47,7 +47,10 @@ def test_ranks_may_exit_without_destroy(torch_ranks: Any) -> None:
         assert (outcome["returned"], outcome["exitcode"], outcome["output"]) == (3.0, 0, "")
 
 
-FAST = ["ddp_views", "ddp_join", "ddp_float16", "zero", "fsdp", "in_place", "messages", "chained"]
+FAST = [
+    *("ddp_views", "ddp_join", "ddp_float16", "compiled"),
+    *("zero", "fsdp", "in_place", "messages", "chained"),
+]
 SLOW = [
     *("ddp_power_sgd", "sync_batch_norm", "fsdp_bfloat16", "hybrid", "dtensor", "checkpoint"),
     *("functional", "differentiated", "pipeline"),

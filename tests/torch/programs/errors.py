@@ -31,7 +31,7 @@ def _on(device: str) -> torch.Tensor:
 def wrong_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
     """Calls that do not go together, as rank 0 makes them and as the others do."""
     first = rank == 0
-    kind = torch.float64 if first else torch.float32
+    kind, out = torch.float64 if first else torch.float32, ONES(size)
     return {
         "shape": lambda: dist.all_reduce(ONES(3 + rank)),
         "operation": lambda: dist.all_reduce(ONES(3), MAX if first else SUM),
@@ -67,14 +67,10 @@ def wrong_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
         "part to reduce": lambda: dist.reduce_scatter(ONES(2 + first), _of(size)),
         "list to exchange": lambda: dist.all_to_all(_of(size, 1), _of(size - first, 1)),
         "room": lambda: dist.all_gather_into_tensor(ONES(2 * size + first), ONES(2)),
-        "dtype of room": lambda: dist.all_gather_into_tensor(
-            torch.zeros(2 * size, dtype=kind), ONES(2)
-        ),
+        "dtype of room": lambda: dist.all_gather_into_tensor(ONES(2 * size, dtype=kind), ONES(2)),
         "parts": lambda: dist.reduce_scatter_tensor(ONES(2), ONES(2 * size + first)),
         "exchange": lambda: dist.all_to_all_single(ONES(size + first), ONES(size)),
-        "splits": lambda: dist.all_to_all_single(
-            ONES(size), ONES(size), [1] * size, [1 + first] * size
-        ),
+        "splits": lambda: dist.all_to_all_single(out, ONES(size), [1] * size, [1 + first] * size),
         "splits below 0": lambda: dist.all_to_all_single(
             ONES(size), ONES(size), [1] * size, [-1, 3, *[1] * (size - 2)] if first else [1] * size
         ),
@@ -103,22 +99,8 @@ def mismatches(rank: int, size: int) -> dict[str, str]:
     return results
 
 
-class Ends(torch.autograd.Function):
-    """The identity, in whose backward pass rank 1 ends as it is told to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, end: Callable[[], None]) -> torch.Tensor:
-        ctx.end = end
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.end()
-        return gradient, None
-
-
 class Net(torch.nn.Module):
-    """Layers whose gradients DDP reduces one after the other, and what ends a rank between them."""
+    """Layers whose gradients DDP reduces one after the other. Between them, it calls ``end``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +108,9 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, end: Callable[[], None]) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
-            x = Ends.apply(layer(x), end) if number == 1 else layer(x)
+            x = layer(x)
+            if number == 1:
+                x.register_hook(lambda _: end())
         return x
 
 
@@ -155,14 +139,11 @@ WAYS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _die() -> None:
+def _end(raises: bool) -> None:
     time.sleep(0.3)
+    if raises:
+        raise LookupError("the sum is gone")
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _raise() -> None:
-    time.sleep(0.3)
-    raise LookupError("the sum is gone")
 
 
 def _timed_error(began: float, work: Callable[[], Any]) -> tuple[str, bool, float]:
@@ -178,13 +159,12 @@ def _timed_error(began: float, work: Callable[[], Any]) -> tuple[str, bool, floa
 def one_ends(rank: int, size: int, end_kind: str, raises: bool) -> tuple[str, bool, float]:
     """Return what the others are told when rank 1 ends, whether in torch's type, and how late."""
     begin()
-    end = _raise if raises else _die
     dist.barrier()
     began = time.monotonic()
     if end_kind == "backward":
-        return _timed_error(began, lambda: _step(end if rank == 1 else lambda: None))
+        return _timed_error(began, lambda: _step(lambda: _end(raises) if rank == 1 else None))
     if rank == 1:
-        end()
+        _end(raises)
     return _timed_error(began, WAYS[end_kind])
 
 
@@ -207,20 +187,19 @@ def timeouts(rank: int, size: int) -> list[Any]:
     changed = dist.new_group(range(size))
     changed.set_timeout(limit)
     results = []
-    work = dist.all_reduce(x := ONES(4), async_op=True) if rank == 0 else None
-    if work:
+    if rank == 0:
+        work = dist.all_reduce(x := ONES(4), async_op=True)
         results.append(_late(lambda: work.wait(limit)))
         assert not work.is_completed()
         results.extend(
             _late(lambda group=group: dist.all_reduce(ONES(2), group=group))
             for group in (small, small, changed, changed)
         )
+        work.wait()
+        assert work.is_success()
     else:
         time.sleep(1.0)
         dist.all_reduce(x := ONES(4))
-    if work:
-        work.wait()
-        assert work.is_success()
     assert x.tolist() == [size] * 4
     dist.barrier()
     return results

@@ -42,15 +42,12 @@ def again_at_a_file(rank: int, size: int, path: str) -> list[float]:
 
 
 def by_store(rank: int, size: int, kind: str, path: str) -> float:
-    if kind == "file":
-        store = dist.FileStore(path, size)
-    elif kind == "hash":
-        store = dist.HashStore()
-    else:
-        port = int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
     if kind == "prefix":
-        store = dist.PrefixStore("mine", store)
+        port = int(os.environ["MASTER_PORT"])
+        tcp = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
+        store: Any = dist.PrefixStore("mine", tcp)
+    else:
+        store = dist.FileStore(path, size) if kind == "file" else dist.HashStore()
     dist.init_process_group(FLASHLIGHT, store=store, rank=rank, world_size=size)
     return total()
 

@@ -198,6 +198,28 @@ def functional(rank: int) -> Result:
     return {str(number): torch.as_tensor(value) + 0 for number, value in enumerate(eager)}
 
 
+def compiled(rank: int) -> Result:
+    """Compile training steps, and collectives at which Dynamo breaks the graph."""
+    size, hooked = dist.get_world_size(), DDP(_net(_plain))
+    results = _trained(torch.compile(DDP(_net(_plain)), backend="eager"), rank)
+    hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    results |= {"hooked": [*_trained(torch.compile(hooked, backend="eager"), rank).values()][-1]}
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        dist.all_reduce(x, async_op=True).wait()
+        y = dist.all_reduce(x * 2, async_op=True).get_future().wait()[0] + rank
+        parts, moved = [torch.empty_like(x) for _ in range(size)], torch.empty_like(x)
+        dist.gather(y, parts if rank == 0 else None, 0)
+        dist.scatter(moved, parts if rank == 0 else None, 0)
+        dist.reduce(y, 1)
+        dist.broadcast(y, 1)
+        dist.all_to_all(parts, [y + rank] * size)
+        return x + 1, y * 2, moved, torch.cat(parts)
+
+    values = torch.compile(step, backend="eager")(torch.arange(4.0) + rank)
+    return results | {str(number): value for number, value in enumerate(values)}
+
+
 def differentiated(rank: int) -> Result:
     size = dist.get_world_size()
     x = (torch.arange(float(2 * size)) + rank).requires_grad_()
@@ -332,7 +354,7 @@ ALL: dict[str, Callable[[int], Result]] = {
     for one in (
         *(ddp_views, ddp_join, ddp_float16),
         *(ddp_power_sgd, sync_batch_norm, zero, fsdp, fsdp_bfloat16, hybrid, dtensor, checkpoint),
-        *(functional, differentiated, pipeline, messages, chained, in_place),
+        *(functional, compiled, differentiated, pipeline, messages, chained, in_place),
     )
 }
 
