@@ -45,7 +45,7 @@ _MOST_COMPARED = 60  # maximum number of lengths, which are sent as the shape of
 # torch's send and recv wait for the Work immediately, so a call from them may block.
 _WAIT_AT_ONCE = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
 # DDP's C++ code, called from here, requests the future of a Work immediately.
-_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_BACKWARD = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 _BLOCKING = SimpleNamespace(asyncOp=False)
 Tensors = Sequence[torch.Tensor]
 
