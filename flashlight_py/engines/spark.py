@@ -89,11 +89,9 @@ class SparkRanks:
     """
 
     def __init__(
-        self,
-        stage: Callable[[], list[tuple[int, bytes]]],
-        cancel: Callable[[], None],
+        self, stage: Callable[[], list[tuple[int, bytes]]], cancel: Callable[[], None],
         thread_type: type[threading.Thread] = threading.Thread,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._stage, self._cancel = stage, cancel
         self._ended: engine.Outcomes | Exception = {}
         self._thread = thread_type(target=self._run, daemon=True)

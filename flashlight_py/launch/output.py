@@ -36,11 +36,9 @@ class RankOutput:
     """
 
     def __init__(
-        self,
-        size: int,
-        folder: Path | None = None,
+        self, size: int, folder: Path | None = None,
         descriptors: tuple[int | TextIO, int | TextIO] = (1, 2),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._tails: dict[int, Tail] = defaultdict(Tail)
         self._sinks = dict(zip(STREAMS, descriptors, strict=True))
         self._folder = folder

@@ -99,11 +99,9 @@ class RankProcesses:
     _guard: system.Popen[bytes] | None = None
 
     def __init__(
-        self,
-        loop: Poll,
-        on_output: Callable[[Source, bytes], None],
+        self, loop: Poll, on_output: Callable[[Source, bytes], None],
         streams: Collection[str] = STREAMS,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._loop, self._on_output, self._streams = loop, on_output, streams
         self._processes: dict[int, system.Popen[bytes]] = {}
         self._pipes: dict[Source, int] = {}
