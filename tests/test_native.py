@@ -84,7 +84,7 @@ CANNOT_THROW = {
     *("fl_tagi_step", "fl_tagi_patches", "fl_tagi_add_patches", "fl_tagi_largest"),
     *("fl_tagi_spread_taken", "fl_tagi_mixture_relu", "fl_tagi_mixture_between"),
     *("fl_tagi_observe", "fl_tagi_standardize", "fl_tagi_standardize_back", "fl_tagi_row_sums"),
-    *("fl_tagi_row_squares", "fl_tagi_sum_windows", "fl_tagi_spread_windows"),
+    *("fl_tagi_sum_windows", "fl_tagi_spread_windows"),
     *("fl_tagi_lstm_forward", "fl_tagi_lstm_backward"),
 }
 CATCHES = re.compile(r"fl::(guarded|done|handles?)\b|catch \(\.\.\.\)")

@@ -4,12 +4,6 @@
 // Otherwise each result would get new memory, which the kernel clears page by page. In small networks this
 // takes as long as the arithmetic. glibc keeps such blocks only with higher thresholds for the whole process.
 
-#include <Python.h>
-#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
-#define NPY_TARGET_VERSION NPY_2_0_API_VERSION  // the default before NumPy 2.3 lacks PyDataMem_SetHandler
-#define NO_IMPORT_ARRAY
-#define PY_ARRAY_UNIQUE_SYMBOL fl_nn_array_api
-#include <numpy/arrayobject.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -18,6 +12,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "../common/numpy.h"
 #include "nn.h"
 
 namespace fl::nn {

@@ -1,16 +1,12 @@
 // The module: kernels by name, and calls of kernels on NumPy arrays.
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
-#define PY_ARRAY_UNIQUE_SYMBOL fl_nn_array_api
-#include <numpy/arrayobject.h>
+#define FL_MODULE
+#include "../common/numpy.h"
 
 #include <algorithm>
 #include <cstring>
 #include <future>
 #include <initializer_list>
-#include <new>
 #include <vector>
 
 #include "nn.h"

@@ -4,10 +4,8 @@
    call reads the variables, checks their arrays and updates all of them. The caller handles unsupported
    arrays: other dtypes, strides, subclasses, arrays of other libraries. */
 
-#define FL_OPTIM_MODULE
+#define FL_MODULE
 #include "tasks.h"
-
-#include "../common/caught.h"
 
 namespace fl::optim {
 namespace {
@@ -91,11 +89,7 @@ PyObject* change(PyObject*, PyObject* args) {
   double numbers[MOST_NUMBERS];
   for (int i = 0; i < fields.rule->numbers; ++i) numbers[i] = fields.field_list[i].a;
   Task task{};
-  bool fits = take_param(Owned(Py_XNewRef(PyTuple_GetItem(piece, 0))), &task) &&
-              take_grad(Owned(Py_XNewRef(PyTuple_GetItem(piece, 1))), &task, false);
-  for (int i = 0; fits && i < states; ++i) {
-    fits = take_state(i, PyTuple_GetItem(piece, 2 + i), &task);
-  }
+  const bool fits = take_arrays(piece, states, &task);
   if (PyErr_Occurred()) return nullptr;
   if (!fits) Py_RETURN_FALSE;
   Py_BEGIN_ALLOW_THREADS;

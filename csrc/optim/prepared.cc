@@ -16,13 +16,7 @@ bool take_piece(PyObject* piece, const Source& source, Task* task) {
   const int states = source.fields.rule->states;
   if (!PyTuple_Check(piece) || PyTuple_Size(piece) != 3 + states) return false;
   task->position = PyLong_AsSsize_t(PyTuple_GetItem(piece, 0));
-  bool fits = task->position >= 0 && task->position < source.params &&
-              take_param(Owned(Py_XNewRef(PyTuple_GetItem(piece, 1))), task) &&
-              take_grad(Owned(Py_XNewRef(PyTuple_GetItem(piece, 2))), task, false);
-  for (int i = 0; fits && i < states; ++i) {
-    fits = take_state(i, PyTuple_GetItem(piece, 3 + i), task);
-  }
-  return fits;
+  return task->position >= 0 && task->position < source.params && take_arrays(piece, states, task);
 }
 
 PyObject* take_steps(PyObject* capsule, PyObject*) {

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <optional>
 
 namespace fl::optim {
 namespace {
@@ -40,41 +41,35 @@ void* memory(PyObject* python_object, int type, npy_intp size) {
   return PyErr_Format(PyExc_TypeError, "lr, counts and norms are arrays: float64 (1,), int64, float64");
 }
 
-// Compute `numbers` for step `time` from the expressions of FORMS. False if an expression divides by 0.
-bool evaluate(const Source& source, const Task& task, npy_int64 time, double* numbers) {
+// Compute the expression of a field for step `time`. Nothing if it divides by 0.
+std::optional<double> evaluate(const Field& field, const Source& source, const Task& task, npy_int64 time) {
+  if (field.form == NUMBER) return field.a;
   const double lr = *source.lr;
-  bool is_defined = true;
-  for (int i = 0; i < source.fields.rule->numbers; ++i) {
-    const Field& field = source.fields.field_list[i];
-    switch (field.form) {
-      case NUMBER:
-        numbers[i] = field.a;
-        break;
-      case LR:
-        numbers[i] = lr;
-        break;
-      case SHRINK:
-        numbers[i] = 1 - lr * field.a;
-        break;
-      case RATE:
-      case ROOT: {
-        const double rest = 1 - std::pow(field.a, static_cast<double>(time));
-        is_defined = is_defined && (field.form == ROOT ? rest > 0 : rest != 0);
-        numbers[i] = field.form == ROOT ? 1 / std::sqrt(rest) : lr / rest;
-        break;
-      }
-      case INVERSE: {
-        double& norm = source.norms[task.position];
-        const Squares sum = task.is_double ? chosen_set().float64 : chosen_set().float32;
-        const double squares = sum(task.piece.grad, task.piece.size) * std::pow(source.scale, TWO);
-        norm = field.a * norm + (1 - field.a) * squares;
-        const double divisor = std::sqrt(norm) + field.b;
-        numbers[i] = divisor != 0 ? 1 / divisor : 0;
-        break;
-      }
-    }
+  if (field.form == LR) return lr;
+  if (field.form == SHRINK) return 1 - lr * field.a;
+  if (field.form == INVERSE) {
+    double& norm = source.norms[task.position];
+    const Squares sum = task.is_double ? chosen_set().float64 : chosen_set().float32;
+    const double squares = sum(task.piece.grad, task.piece.size) * std::pow(source.scale, TWO);
+    norm = field.a * norm + (1 - field.a) * squares;
+    const double divisor = std::sqrt(norm) + field.b;
+    return divisor != 0 ? 1 / divisor : 0;
   }
-  return is_defined;
+  const double rest = 1 - std::pow(field.a, static_cast<double>(time));
+  if (field.form == ROOT) return rest > 0 ? std::optional(1 / std::sqrt(rest)) : std::nullopt;
+  return rest != 0 ? std::optional(lr / rest) : std::nullopt;
+}
+
+PyArrayObject* param_of(const Task& task) { return reinterpret_cast<PyArrayObject*>(task.kept[0].get()); }
+
+PyArrayObject* writable(PyObject* object, PyArrayObject* like) {
+  PyArrayObject* array = readable(object, like);
+  return array != nullptr && PyArray_ISWRITEABLE(array) ? array : nullptr;
+}
+
+bool overlap(PyArrayObject* one, PyArrayObject* other) {
+  const char *a = PyArray_BYTES(one), *b = PyArray_BYTES(other);
+  return a < b + PyArray_NBYTES(other) && b < a + PyArray_NBYTES(one);
 }
 
 }  // namespace
@@ -130,18 +125,6 @@ PyArrayObject* readable(PyObject* object, PyArrayObject* like) {
   return type == PyArray_TYPE(like) && PyArray_SAMESHAPE(array, like) ? array : nullptr;
 }
 
-namespace {
-PyArrayObject* writable(PyObject* object, PyArrayObject* like) {
-  PyArrayObject* array = readable(object, like);
-  return array != nullptr && PyArray_ISWRITEABLE(array) ? array : nullptr;
-}
-
-bool overlap(PyArrayObject* one, PyArrayObject* other) {
-  const char *a = PyArray_BYTES(one), *b = PyArray_BYTES(other);
-  return a < b + PyArray_NBYTES(other) && b < a + PyArray_NBYTES(one);
-}
-}  // namespace
-
 bool take_param(Owned param, Task* task) {
   PyArrayObject* array = writable(param.get(), nullptr);
   if (array == nullptr) return false;
@@ -150,10 +133,6 @@ bool take_param(Owned param, Task* task) {
   task->is_double = PyArray_TYPE(array) == NPY_DOUBLE;
   task->kept[0] = std::move(param);
   return true;
-}
-
-PyArrayObject* param_of(const Task& task) {
-  return reinterpret_cast<PyArrayObject*>(task.kept[0].get());
 }
 
 bool take_grad(Owned grad, Task* task, bool may_copy) {
@@ -179,6 +158,14 @@ bool take_state(int number, PyObject* state, Task* task) {
   return true;
 }
 
+bool take_arrays(PyObject* tuple, int states, Task* task) {
+  const Py_ssize_t first = PyTuple_Size(tuple) - states;  // position of the first state
+  bool fits = take_param(Owned(Py_XNewRef(PyTuple_GetItem(tuple, first - 2))), task) &&
+              take_grad(Owned(Py_XNewRef(PyTuple_GetItem(tuple, first - 1))), task, false);
+  for (int i = 0; fits && i < states; ++i) fits = take_state(i, PyTuple_GetItem(tuple, first + i), task);
+  return fits;
+}
+
 void run(const Task& task, const Rule& rule, const double* numbers, double scale) {
   (task.is_double ? rule.float64 : rule.float32)(task.piece, numbers, scale);
 }
@@ -193,7 +180,12 @@ bool run_all(const std::vector<Task>& tasks, const Source& source) {
     npy_int64& count = source.counts[task.position];
     bool is_defined = true;
     if (!is_cached || count != cached_count || source.norms != nullptr) {
-      is_cached = is_defined = evaluate(source, task, count + 1, numbers);
+      for (int i = 0; i < source.fields.rule->numbers; ++i) {
+        const std::optional<double> number = evaluate(source.fields.field_list[i], source, task, count + 1);
+        is_defined = is_defined && number.has_value();
+        numbers[i] = number.value_or(0);
+      }
+      is_cached = is_defined;
       cached_count = count;
     }
     if (is_defined) {

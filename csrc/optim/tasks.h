@@ -2,26 +2,12 @@
 
 #pragma once
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
-#define PY_ARRAY_UNIQUE_SYMBOL flashlight_optim
-#ifndef FL_OPTIM_MODULE
-#define NO_IMPORT_ARRAY
-#endif
-#include <numpy/arrayobject.h>
-
-#include <memory>
 #include <vector>
 
+#include "../common/numpy.h"
 #include "optim.h"
 
 namespace fl::optim {
-
-struct Release {
-  void operator()(PyObject* object) const { Py_XDECREF(object); }
-};
-using Owned = std::unique_ptr<PyObject, Release>;
 
 // A field of an update rule: the number `a` if `form` is NUMBER, else an expression of FORMS in optim/cpu.py.
 enum Form { LR, SHRINK, RATE, ROOT, INVERSE, FORMS, NUMBER = FORMS };
@@ -65,10 +51,11 @@ PyArrayObject* readable(PyObject* object, PyArrayObject* like);
 
 // Set the parameter of `task`. Return false if kernels do not support the array `param`.
 bool take_param(Owned param, Task* task);
-PyArrayObject* param_of(const Task& task);
 // Set the gradient of `task`. If `may_copy`, a non-contiguous gradient is copied.
 bool take_grad(Owned grad, Task* task, bool may_copy);
 bool take_state(int number, PyObject* state, Task* task);
+// Set the arrays of `task` from the tuple (..., parameter, gradient, *states) of `states` states.
+bool take_arrays(PyObject* tuple, int states, Task* task);
 
 // Run all tasks and count the steps. Return false if an exception is set.
 bool run_all(const std::vector<Task>& tasks, const Source& source);

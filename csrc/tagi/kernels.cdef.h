@@ -51,9 +51,8 @@ void fl_tagi_mixture_relu(const float *mean, const float *variance, float *mean_
 void fl_tagi_mixture_between(const float *mean, const float *variance, float *mean_out, float *variance_out,
                              float *slope_out, size_t size, float share, float shift);
 
-/* Write the sum of each row (sums), or of the squared differences from the row's center (squares). */
-void fl_tagi_row_sums(fl_tagi_rows rows, const float *units, double *sums);
-void fl_tagi_row_squares(fl_tagi_rows rows, const float *units, const float *centers, double *sums);
+/* Write the sum of each row, or of the squared differences from the row's center unless centers is NULL. */
+void fl_tagi_row_sums(fl_tagi_rows rows, const float *units, const float *centers, double *sums);
 
 void fl_tagi_standardize(fl_tagi_rows rows, const float *mean, const float *variance,
                          const fl_tagi_affine *affine, float *t_out, float *mean_out, float *variance_out);

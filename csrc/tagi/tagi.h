@@ -31,7 +31,6 @@ const auto fl_tagi_spread_taken = FL_CHOSEN(fl_tagi_spread_taken);
 const auto fl_tagi_mixture_relu = FL_CHOSEN(fl_tagi_mixture_relu);
 const auto fl_tagi_mixture_between = FL_CHOSEN(fl_tagi_mixture_between);
 const auto fl_tagi_row_sums = FL_CHOSEN(fl_tagi_row_sums);
-const auto fl_tagi_row_squares = FL_CHOSEN(fl_tagi_row_squares);
 const auto fl_tagi_standardize = FL_CHOSEN(fl_tagi_standardize);
 const auto fl_tagi_standardize_back = FL_CHOSEN(fl_tagi_standardize_back);
 const auto fl_tagi_observe = FL_CHOSEN(fl_tagi_observe);

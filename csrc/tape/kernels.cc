@@ -1,6 +1,7 @@
 // Loops and kernels that give NumPy's bits. NumPy has the elementwise loops only inside casts and functions,
 // not as ufuncs. Products use the BLAS that NumPy has loaded. Sums add in the order of NumPy's sums.
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -76,18 +77,21 @@ void where_loop(char** args, const intptr_t* count, const intptr_t* steps, void*
 
 using Loops = std::unordered_map<std::string, Loop>;
 
+// Return NumPy's name of a dtype: its kind and the bytes of an element.
+template <typename T>
+std::string dtype() {
+  const char kind = std::is_floating_point_v<T> ? 'f' : std::is_signed_v<T> ? 'i' : 'u';
+  return (std::is_same_v<T, bool> ? 'b' : kind) + std::to_string(sizeof(T));
+}
+
 template <typename From, typename... To>
-void add_casts(Loops* loops, const char* from, std::initializer_list<const char*> to) {
-  const char* const* name = to.begin();
-  (((*loops)[std::string("cast:") + from + ":" + *name++] = cast_loop<From, To>), ...);
+void add_casts(Loops* loops) {
+  (((*loops)["cast:" + dtype<From>() + ":" + dtype<To>()] = cast_loop<From, To>), ...);
 }
 
 template <typename... From>
-void add_casts_to_all(Loops* loops, std::initializer_list<const char*> from) {
-  const char* const* name = from.begin();
-  (add_casts<From, bool, int8_t, int16_t, int32_t, int64_t, float, double>(
-       loops, *name++, {"b1", "i1", "i2", "i4", "i8", "f4", "f8"}),
-   ...);
+void add_casts_to_all(Loops* loops) {
+  (add_casts<From, bool, int8_t, int16_t, int32_t, int64_t, float, double>(loops), ...);
 }
 
 template <size_t... sizes>
@@ -98,10 +102,9 @@ void add_sized(Loops* loops) {
 
 Loops all_loops() {
   Loops loops;
-  add_casts_to_all<bool, uint8_t, int8_t, int16_t, int32_t, int64_t>(
-      &loops, {"b1", "u1", "i1", "i2", "i4", "i8"});
-  add_casts<float, double, bool>(&loops, "f4", {"f8", "b1"});
-  add_casts<double, float, bool>(&loops, "f8", {"f4", "b1"});
+  add_casts_to_all<bool, uint8_t, int8_t, int16_t, int32_t, int64_t>(&loops);
+  add_casts<float, double, bool>(&loops);
+  add_casts<double, float, bool>(&loops);
   loops["maximum:f4"] = limit_loop<float, true>;
   loops["maximum:f8"] = limit_loop<double, true>;
   loops["minimum:f4"] = limit_loop<float, false>;
@@ -164,11 +167,11 @@ void sum_of_rows(char* const* arrays, const int64_t* sizes, const double*) {
   kernel(at<R>(arrays[0]), sizes[0], sizes[1], at<R>(arrays[1]));
 }
 
-template <typename R, typename Int>
+template <typename R>
 Kernel* kernel_of(const std::string& product) {
-  if (product == "gemm") return gemm<R, Int>;
-  if (product == "gemv") return gemv<R, Int>;
-  if (product == "dot") return dot<R, Int>;
+  if (product == "gemm") return blas.is_long ? gemm<R, int64_t> : gemm<R, int>;
+  if (product == "gemv") return blas.is_long ? gemv<R, int64_t> : gemv<R, int>;
+  if (product == "dot") return blas.is_long ? dot<R, int64_t> : dot<R, int>;
   if (product == "outer") return outer_product<R>;
   return product == "add_rows" ? sum_of_rows<R> : nullptr;
 }
@@ -183,12 +186,8 @@ Loop own_loop(const char* name) {
 
 Kernel* own_kernel(const char* name) {
   const std::string full_name(name), product = full_name.substr(0, full_name.find(':'));
-  const bool is_long = blas.is_long;
-  if (full_name == product + ":f4") {
-    return is_long ? kernel_of<float, int64_t>(product) : kernel_of<float, int>(product);
-  }
-  if (full_name != product + ":f8") return nullptr;
-  return is_long ? kernel_of<double, int64_t>(product) : kernel_of<double, int>(product);
+  if (full_name == product + ":f4") return kernel_of<float>(product);
+  return full_name == product + ":f8" ? kernel_of<double>(product) : nullptr;
 }
 
 }  // namespace fl::tape

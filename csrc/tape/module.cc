@@ -1,11 +1,9 @@
 /* The module: a step that replays its programs and falls back to Python. */
 
-#define FL_TAPE_MODULE
+#define FL_MODULE
 #include "program.h"
 
 #include <structmember.h>
-
-#include "../common/caught.h"
 
 namespace fl::tape {
 namespace {

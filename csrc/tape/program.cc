@@ -246,36 +246,30 @@ void Program::Name::prepare() {
 }
 
 int Program::Name::is_as_before() const {
-  PyObject* item = nullptr;
-  Owned now;
+  Owned item;
   if (is_in_dict) {
-    item = PyDict_GetItemWithError(holder, name);
+    item = share(PyDict_GetItemWithError(holder, name));
     if (item == nullptr && PyErr_Occurred()) return -1;
   } else if (read != nullptr) {
-    now.reset(read(descriptor, holder, reinterpret_cast<PyObject*>(Py_TYPE(holder))));
-    item = now.get();
+    item.reset(read(descriptor, holder, reinterpret_cast<PyObject*>(Py_TYPE(holder))));
   } else if (index >= 0 && PyList_Check(holder)) {
-    if (index < PyList_Size(holder)) item = PyList_GetItem(holder, index);
+    if (index < PyList_Size(holder)) item = share(PyList_GetItem(holder, index));
   } else if (index >= 0) {
-    now.reset(PySequence_GetItem(holder, index));
-    item = now.get();
+    item.reset(PySequence_GetItem(holder, index));
   } else if (!is_items) {
-    now.reset(PyObject_GetAttr(holder, name));
-    item = now.get();
+    item.reset(PyObject_GetAttr(holder, name));
   } else if (PyLong_CheckExact(value)) {
     const Py_ssize_t size = PyObject_Size(holder);
     return size < 0 ? -1 : size == PyLong_AsSsize_t(value);
   } else {
-    item = holder;
+    item = share(holder);
   }
-  if (item == value) return 1;
+  if (item.get() == value) return 1;
   if (item == nullptr && PyErr_Occurred()) {  // for example a deleted variable of an outer function
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
     PyErr_Clear();
   }
-  if (item == nullptr || !is_number) return 0;
-  const Owned kept = share(item);  // comparing may run Python code
-  return same_value(value, kept.get());
+  return item == nullptr || !is_number ? 0 : same_value(value, item.get());
 }
 
 // Return 1 if names have their recorded values and state arrays their recorded memory, else 0; -1: exception.

@@ -1,29 +1,16 @@
 // A captured step: its instructions and their connection to Python.
 #pragma once
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
-#define NPY_TARGET_VERSION NPY_2_0_API_VERSION  // the default before NumPy 2.3 lacks PyDataMem_SetHandler
-#define PY_ARRAY_UNIQUE_SYMBOL flashlight_tape
-#ifndef FL_TAPE_MODULE
-#define NO_IMPORT_ARRAY
-#endif
-#include <numpy/arrayobject.h>
+#include "../common/numpy.h"
+
 #include <numpy/ufuncobject.h>
 
-#include <memory>
 #include <utility>
 #include <vector>
 
 #include "tape.h"
 
 namespace fl::tape {
-
-struct Release {
-  void operator()(PyObject* object) const { Py_XDECREF(object); }
-};
-using Owned = std::unique_ptr<PyObject, Release>;
 
 inline Owned share(PyObject* object) {
   Py_XINCREF(object);
