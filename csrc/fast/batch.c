@@ -46,17 +46,19 @@ typedef struct {
   PyObject *matches; /* bytes with one fl_match per P2POp; NULL: no message needs a match */
   started_op *ops;   /* one per P2POp; its peer is -1 if the peer of the P2POp is None */
   fl_message *messages;
+  const Binding **parts; /* group of each message */
   plain_span *spans;
   fl_op **results;
-  int count, sent; /* number of P2POps, and number of P2POps with a peer */
+  int most, count, sent; /* number of P2POps: all, those read, and those read that have a peer */
 } batch;
 
 /* Give the message of the last P2POp a copy of `match`. `all->matches` owns the copy. 0: an exception. */
-static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
+static int add_match(batch *all, const fl_match *match) {
   if (all->matches == NULL) {
-    all->matches = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof *match);
+    const size_t bytes = (size_t)all->most * sizeof *match;
+    all->matches = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)bytes);
     if (all->matches == NULL) return 0;
-    memset(PyBytes_AsString(all->matches), 0, (size_t)count * sizeof *match);
+    memset(PyBytes_AsString(all->matches), 0, bytes);
   }
   fl_match *copy = (fl_match *)(void *)PyBytes_AsString(all->matches) + all->count - 1;
   *copy = *match;
@@ -64,39 +66,48 @@ static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
   return 1;
 }
 
-/* Read one of `count` P2POps. Return 1, or 0 if Python must handle the batch. An
-   exception may then be set; the caller clears it. */
-static int read_message(const Binding *binding, PyObject *op, const fl_site *site, batch *all, Py_ssize_t count) {
+/* Add a message of the array `x`; 0: an exception. */
+static int add_message(Binding *part, batch *all, PyObject *x, const plain_call *call, const fl_site *site) {
+  const fl_signature *s = &call->signature;
+  const char *data = call->data;
+  fill_message(part, &all->messages[all->sent], call, site);
+  all->parts[all->sent] = part;
+  all->spans[all->sent] = (plain_span){data, data + s->count * s->itemsize, s->verb == FL_RECV};
+  all->ops[all->count++] = (started_op){.part = part, .verb = s->verb, .root = s->root, .peer = call->peer};
+  if (PyList_Append(all->arrays, x) != 0 || (call->output != NULL && !add_match(all, &call->match))) return 0;
+  ++all->sent;
+  return 1;
+}
+
+/* Read one P2POp. Return 1, or 0 if Python must handle the batch. An exception may then be set; the caller
+   clears it. */
+static int read_message(Binding *binding, PyObject *op, const fl_site *site, batch *all) {
   if (!PyTuple_Check(op) || PyTuple_CheckExact(op) || PyTuple_Size(op) != FIELDS) return 0;
   PyObject *kind = PyTuple_GetItem(op, KIND), *x = PyTuple_GetItem(op, ARRAY), *peer = PyTuple_GetItem(op, PEER);
-  started_op *started = &all->ops[all->count++];
-  *started = (started_op){.verb = FL_SEND, .peer = -1};
-  if (PyList_Append(all->arrays, x) != 0) return 0;
-  if (peer == Py_None) return 1; /* no message */
+  if (peer == Py_None) { /* no message */
+    all->ops[all->count++] = (started_op){.part = binding, .verb = FL_SEND, .peer = -1};
+    return PyList_Append(all->arrays, x) == 0;
+  }
   const int sends = kind == text_send || PyUnicode_Compare(kind, text_send) == 0;
   plain_call call;
   if (!plain_message(sends ? FL_SEND : FL_RECV, x, peer, PyTuple_GetItem(op, TAG), PyTuple_GetItem(op, PARTIAL),
                      binding->rank, binding->size, &call)) {
     return 0;
   }
-  const fl_signature *s = &call.signature;
-  const char *data = call.data;
-  fill_message(&all->messages[all->sent], &call, site);
-  all->spans[all->sent] = (plain_span){data, data + s->count * s->itemsize, !sends};
-  *started = (started_op){.verb = s->verb, .root = s->root, .peer = call.peer};
-  if (call.output != NULL && !add_match(all, &call.match, count)) return 0;
-  ++all->sent;
-  return 1;
+  Binding *part = part_for(binding, call.peer);
+  return part != NULL && add_message(part, all, x, &call, site);
 }
 
 /* Allocate memory for `count` messages; 0 on failure. */
 static int allocate(batch *all, Py_ssize_t count) {
-  const size_t one = sizeof *all->messages + sizeof *all->spans + sizeof *all->results;
+  const size_t one = sizeof *all->messages + sizeof *all->spans + sizeof *all->results + sizeof *all->parts;
+  all->most = (int)count;
   all->arrays = PyList_New(0);
   all->ops = PyMem_Malloc((size_t)count * sizeof *all->ops);
   all->messages = PyMem_Malloc((size_t)count * one);
   all->spans = (plain_span *)(void *)(all->messages + count);
   all->results = (fl_op **)(void *)(all->spans + count);
+  all->parts = (const Binding **)(void *)(all->results + count);
   return all->arrays && all->ops && all->messages;
 }
 
@@ -105,6 +116,15 @@ static void release(batch *all) {
   Py_XDECREF(all->matches);
   PyMem_Free(all->messages);
   PyMem_Free(all->ops);
+}
+
+/* Begin the messages. Adjacent messages of one group begin together. */
+static void exchange_all(const batch *all) {
+  for (int first = 0, next; first < all->sent; first = next) {
+    const Binding *part = all->parts[first];
+    for (next = first + 1; next < all->sent && all->parts[next] == part;) ++next;
+    part->library.exchange(part->group, &all->messages[first], next - first, part->seconds, 1, &all->results[first]);
+  }
 }
 
 static PyObject *begin_all(PyObject *self, Binding *binding, batch *all, PyObject *place) {
@@ -118,9 +138,7 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all, PyObjec
   Py_ssize_t bytes = 0; /* to copy a few takes less time than to release the GIL */
   for (int i = 0; i < all->sent; ++i) bytes += all->spans[i].end - all->spans[i].begin;
   PyThreadState *thread_state = bytes > 4096 ? PyEval_SaveThread() : NULL;
-  if (all->sent > 0) { /* without a message, exchange() cannot report an earlier mismatch */
-    binding->library.exchange(binding->group, all->messages, all->sent, binding->seconds, 1, all->results);
-  }
+  exchange_all(all);
   if (thread_state != NULL) PyEval_RestoreThread(thread_state);
   fl_op **result = all->results;
   for (int i = 0; i < all->count; ++i) {
@@ -131,7 +149,7 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all, PyObjec
     if (started->op == NULL) {
       ring_end(row, started->id, 0);
     } else {
-      binding->library.stamp(started->op, &row->ended, -(int64_t)started->id);
+      started->part->library.stamp(started->op, &row->ended, -(int64_t)started->id);
     }
   }
   PyObject *work = make_work(self, all->ops, all->count, all->arrays, all->matches);
@@ -148,7 +166,7 @@ PyObject *native_batch(PyObject *self, PyObject *ops) {
   if (!place_and_site(binding, &place, &site)) return NULL;
   int plain = count > 0 && count < INT_MAX && allocate(&all, count);
   for (Py_ssize_t i = 0; plain && i < count && i < PyList_Size(ops); ++i) {
-    plain = read_message(binding, PyList_GetItem(ops, i), site, &all, count);
+    plain = read_message(binding, PyList_GetItem(ops, i), site, &all);
   }
   PyObject *work = NULL;
   if (plain && !plain_mixed_up(all.spans, all.sent)) {
@@ -159,4 +177,22 @@ PyObject *native_batch(PyObject *self, PyObject *ops) {
   }
   release(&all);
   return work;
+}
+
+PyObject *native_apart(PyObject *self, PyObject *const *args, const plain_call *sent, const plain_call *received) {
+  Binding *binding = binding_of(self);
+  batch all = {0};
+  PyObject *place, *work = NULL;
+  const fl_site *site;
+  if (place_and_site(binding, &place, &site) && allocate(&all, 2) &&
+      add_message(part_for(binding, sent->peer), &all, args[0], sent, site) &&
+      add_message(part_for(binding, received->peer), &all, args[2], received, site)) {
+    work = begin_all(self, binding, &all, place);
+  }
+  release(&all);
+  if (work == NULL) return NULL;
+  PyObject *result = PyObject_CallFunction(binding->ended, "OiOOOiK", work, FL_SENDRECV, args[0], args[2], args[2], 0,
+                                           (unsigned long long)binding->calls->written);
+  Py_DECREF(work);
+  return result;
 }

@@ -40,12 +40,16 @@ typedef struct {
 
 /* The native functions of a group share this struct. Their `self` is a tuple: a capsule with the struct, and
    the arguments of bind(), which keep the objects below alive. The garbage collector traverses the tuple. */
-typedef struct {
+typedef struct Binding {
   void *group;
   int rank, size;
   double seconds;
   long long packed_bytes[2]; /* maximum bytes of an array to pack: blocking, asynchronous */
-  const int64_t *most; /* for each verb, maximum bytes; then the same for messages with any rank and each rank; or NULL */
+  /* In a group over several hosts: for each collective the maximum bytes of a call, and the group of the ranks of
+     this host, which sends their messages. Else NULL. */
+  const int64_t *most;
+  struct Binding *nearby;
+  const int32_t *ranks; /* in the group `nearby`: for each rank of the outer group its rank here, or -1; else NULL */
   native_library library;
   PyObject *ended;         /* called with an ended operation: raises its error or fetches its result */
   PyObject *started;       /* called with a running operation; returns the Work */
@@ -77,9 +81,20 @@ extern _Thread_local PyObject *called_verb;
 static inline Binding *binding_of(PyObject *self) {
   return PyCapsule_GetPointer(PyTuple_GetItem(self, 0), NULL);
 }
-/* Return 1 if the group's library runs blocking calls of `bytes` bytes. `place`: index in `most`. */
-static inline int runs_here(const Binding *binding, int place, int64_t bytes) {
-  return binding->most == NULL || bytes <= binding->most[place];
+/* Return 1 if the group's library runs blocking collectives of `bytes` bytes. */
+static inline int runs_here(const Binding *binding, int verb, int64_t bytes) {
+  return binding->most == NULL || bytes <= binding->most[verb];
+}
+/* Return the group that sends messages of `peer` (-1: any rank); NULL: Python handles them. */
+static inline Binding *part_for(Binding *binding, int peer) {
+  Binding *nearby = binding->nearby;
+  if (binding->most == NULL) return binding;
+  if (peer < 0) return NULL;
+  return nearby != NULL && nearby->ranks[peer] >= 0 ? nearby : binding;
+}
+/* Return the number of the outer group's rank `peer` in the group that sends its messages. */
+static inline int own_number(const Binding *part, int peer) {
+  return part->ranks == NULL || peer < 0 ? peer : part->ranks[peer];
 }
 static inline int is_alone(const Binding *binding) { return binding->library.run == NULL; }
 

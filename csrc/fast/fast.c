@@ -32,11 +32,12 @@ static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *c
     Py_XDECREF(room);
     return NULL;
   }
-  started_op started_operation = start_one(binding, call, place, site);
+  Binding *part = is_message(s->verb) ? part_for(binding, call->peer) : binding;
+  started_op started_operation = start_one(part, call, place, site);
   PyObject *result = call->result == NULL ? Py_None : call->result, *work = NULL;
   const int makes_result = s->verb == FL_GATHER || s->verb == FL_ALL_GATHER || s->verb == FL_SCATTER;
   if (started_operation.op != NULL && makes_result) {
-    work = work_for(binding, started_operation.op, &started_operation, x, out, result, room);
+    work = work_for(started_operation.op, &started_operation, x, out, result, room);
   } else {
     PyObject *kept = PyTuple_Pack(3, x, out, room);
     if (kept != NULL) work = make_work(self, &started_operation, 0, result, kept);
@@ -45,6 +46,17 @@ static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *c
   Py_XDECREF(call->result);
   Py_DECREF(room);
   return work;
+}
+
+/* Return 1 if this group, or the group of the ranks of this host, can run the call of `x`. */
+static int can_run(Binding *binding, PyObject *x, PyObject *out, const plain_call *call, int is_async) {
+  const fl_signature *s = &call->signature;
+  if (is_alone(binding)) return can_run_alone(call, out);
+  if (binding->most == NULL) return 1;
+  if (PyTuple_Check(x)) return 0;
+  if (!is_message(s->verb)) return !is_async && runs_here(binding, s->verb, s->count * s->itemsize);
+  const int finds_source = is_async && call->output != NULL; /* as a number of the group that runs the receive */
+  return !finds_source && part_for(binding, call->peer) != NULL;
 }
 
 enum { ARGUMENTS = 8 };
@@ -64,11 +76,7 @@ static PyObject *call_arrays(PyObject *self, PyObject *const *args) {
   const int plain = plain_read(args, binding->rank, binding->size, &call);
   if (plain < 0) return NULL;
   if (!plain) Py_RETURN_NOTIMPLEMENTED;
-  const fl_signature *s = &call.signature;
-  const int place = is_message(s->verb) ? FL_VERBS + 1 + call.peer : s->verb;
-  const int runs = !is_async && !PyTuple_Check(x) && runs_here(binding, place, s->count * s->itemsize);
-  const int is_left = binding->most != NULL && !runs;
-  if (is_left || (is_alone(binding) && !can_run_alone(&call, out))) {
+  if (!can_run(binding, x, out, &call, is_async)) {
     Py_XDECREF(call.result);
     Py_RETURN_NOTIMPLEMENTED;
   }
@@ -77,7 +85,7 @@ static PyObject *call_arrays(PyObject *self, PyObject *const *args) {
     call.result = Py_NewRef(call.signature.verb == FL_SEND && !is_async ? Py_None : x);
   }
   if (is_async) return start(self, x, out, &call);
-  if (is_one) return run_message(binding, x, out, &call);
+  if (is_one) return run_message(part_for(binding, call.peer), x, out, &call);
   return run_collective(binding, x, out, &call);
 }
 
@@ -154,6 +162,8 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
     Py_RETURN_NOTIMPLEMENTED;
   }
   if (!sends && !receives) return Py_NewRef(args[2]);
+  Binding *part = part_for(binding, sends ? sent.peer : received.peer);
+  if (is_pair && part != part_for(binding, received.peer)) return native_apart(self, args, &sent, &received);
   PyObject *place;
   const fl_site *site;
   if (!place_and_site(binding, &place, &site)) return NULL;
@@ -163,9 +173,9 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
   const recorded entry = record(binding, &shown, first->peer, 0, place);
   fl_message messages[2];
   fl_op *ops[2] = {NULL, NULL};
-  fill_message(&messages[0], first, site);
-  if (is_pair) fill_message(&messages[1], &received, site);
-  if (!exchange(binding, messages, sends + receives, ops)) {
+  fill_message(part, &messages[0], first, site);
+  if (is_pair) fill_message(part, &messages[1], &received, site);
+  if (!exchange(part, messages, sends + receives, ops)) {
     ring_end(entry.row, entry.id, 1);
     return NULL;
   }
@@ -176,7 +186,7 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
     PyObject *handles = Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)ops[0],
                                       (unsigned long long)(uintptr_t)ops[1]);
     if (handles != NULL) {
-      result = PyObject_CallFunction(binding->ended, "OiOOOiK", handles, FL_SENDRECV, args[0], args[2], args[2],
+      result = PyObject_CallFunction(part->ended, "OiOOOiK", handles, FL_SENDRECV, args[0], args[2], args[2],
                                      0, (unsigned long long)entry.id);
     }
     Py_XDECREF(handles);
@@ -201,10 +211,10 @@ static void free_binding(PyObject *capsule) {
 }
 
 static int parse(PyObject *args, Binding *b) {
-  PyObject *group, *owner, *most, *addresses;
-  if (!PyArg_ParseTuple(args, "OOiid(LL)OO!(OOO)(OOOO!)O!O!O!O!(O!O)", &group, &owner, &b->rank, &b->size, &b->seconds,
-                        &b->packed_bytes[0], &b->packed_bytes[1], &most, &PyTuple_Type, &addresses,
-                        &b->ended, &b->started, &b->here, &b->together, &b->forked, &b->work, &PyDict_Type,
+  PyObject *group, *owner, *most, *nearby, *ranks, *addresses;
+  if (!PyArg_ParseTuple(args, "OOiid(LL)(OOO)O!(OOO)(OOOO!)O!O!O!O!(O!O)", &group, &owner, &b->rank, &b->size, &b->seconds,
+                        &b->packed_bytes[0], &b->packed_bytes[1], &most, &nearby, &ranks, &PyTuple_Type,
+                        &addresses, &b->ended, &b->started, &b->here, &b->together, &b->forked, &b->work, &PyDict_Type,
                         &b->running, &PyArray_Type, &b->memory, &PyList_Type, &b->notes, &PyTuple_Type,
                         &b->folders, &PySet_Type, &b->inside, &PyList_Type, &b->first, &b->dropped)) {
     return 0;
@@ -221,11 +231,13 @@ static int parse(PyObject *args, Binding *b) {
   memcpy(&b->library, library, sizeof library);
   b->group = PyLong_AsVoidPtr(group);
   b->most = most == Py_None ? NULL : PyArray_DATA((PyArrayObject *)most);
+  b->ranks = ranks == Py_None ? NULL : PyArray_DATA((PyArrayObject *)ranks);
+  b->nearby = nearby == Py_None ? NULL : binding_of(PyCFunction_GetSelf(nearby));
   b->calls = PyArray_DATA(memory);
   return !PyErr_Occurred();
 }
 
-/* bind(group, owner, rank, size, seconds, packed_bytes, most,
+/* bind(group, owner, rank, size, seconds, packed_bytes, (most, nearby, ranks),
      (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
      (ended, started, here), (together, forked, work, running), memory, notes, folders, inside,
      (first, dropped)):

@@ -262,6 +262,8 @@ static plain_call call_of(const object_call *call) {
   s->ndim = 1;
   s->count = s->shape[0] = bytes_of(call->sent) / (call->verb == FL_SCATTER_OBJECT ? call->binding->size : 1);
   step.data = data_of(call->sent);
+  /* Without data, all ranks fetch() the result of another call: see gather_small in backends/native.py. */
+  if (call->verb == FL_ALL_GATHER_OBJECT && !runs_here(call->binding, FL_ALL_GATHER, s->count)) s->count = 0;
   return step;
 }
 
@@ -277,6 +279,15 @@ static PyObject *room_for(const object_call *call, plain_call *step) {
   step->room = (fl_room){data_of(room), (size_t)bytes_of(room)};
   step->output = &step->room;
   return room;
+}
+
+/* Return 1 if `op` received the data of all ranks: no rank has withheld it. */
+static int is_complete(const object_call *call, fl_op *op, size_t bytes) {
+  if (!gathers(call)) return 1;
+  const fl_signature *calls = call->binding->library.signatures(op);
+  int64_t all = 0;
+  for (int r = 0; r < call->binding->size; ++r) all += calls[r].shape[0];
+  return (size_t)all == bytes;
 }
 
 /* Run the call and locate the received data; the root of a broadcast receives none. 0 with an exception. */
@@ -303,9 +314,11 @@ static int run(const object_call *call, received *all, recorded *entry) {
   }
   Py_XDECREF(room);
   if (binding->library.wait(op, 0) == FL_OK) {
-    all->op = op;
     all->data = binding->library.output(op, &all->bytes);
-    return 1;
+    if (is_complete(call, op, all->bytes)) {
+      all->op = op;
+      return 1;
+    }
   }
   step.signature.verb = call->verb;
   if (!gathers(call) && is_root(call)) step.result = call->sent;

@@ -152,10 +152,10 @@ PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_cal
   Py_RETURN_NOTIMPLEMENTED;
 }
 
-void fill_message(fl_message *message, const plain_call *call, const fl_site *site) {
+void fill_message(const Binding *part, fl_message *message, const plain_call *call, const fl_site *site) {
   message->signature = call->signature;
   message->data = call->data;
-  message->peer = call->peer;
+  message->peer = own_number(part, call->peer);
   message->site = *site;
   message->match = NULL;
 }
@@ -198,7 +198,7 @@ PyObject *run_message(Binding *binding, PyObject *x, PyObject *out, plain_call *
   const recorded entry = record(binding, &call->signature, call->peer, 0, place);
   fl_message message;
   fl_op *op;
-  fill_message(&message, call, site);
+  fill_message(binding, &message, call, site);
   message.match = call->output;
   if (!exchange(binding, &message, 1, &op)) {
     Py_XDECREF(call->result);
@@ -223,7 +223,8 @@ started_op start_one(Binding *binding, const plain_call *call, PyObject *place, 
   } else {
     entry = record(binding, s, call->peer, FL_RECORDED_ASYNC, place);
     Py_BEGIN_ALLOW_THREADS;
-    op = binding->library.run(binding->group, s, call->data, call->output, call->peer, binding->seconds, 1, site);
+    op = binding->library.run(binding->group, s, call->data, call->output, own_number(binding, call->peer),
+                              binding->seconds, 1, site);
     Py_END_ALLOW_THREADS;
   }
   if (op == NULL) {
@@ -231,5 +232,5 @@ started_op start_one(Binding *binding, const plain_call *call, PyObject *place, 
   } else {
     binding->library.stamp(op, &entry.row->ended, -(int64_t)entry.id);
   }
-  return (started_op){op, entry.id, binding->calls->number, s->verb, s->root, call->peer};
+  return (started_op){binding, op, entry.id, binding->calls->number, s->verb, s->root, call->peer};
 }

@@ -20,7 +20,7 @@ int run_at_once(Binding *binding, const plain_call *call, const fl_signature *sh
 PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call);
 /* Run a send or a receive, also from any rank or of an unknown number of rows. */
 PyObject *run_message(Binding *binding, PyObject *x, PyObject *out, plain_call *call);
-void fill_message(fl_message *message, const plain_call *call, const fl_site *site);
+void fill_message(const Binding *part, fl_message *message, const plain_call *call, const fl_site *site);
 /* Run messages on this thread to their end. While peers respond quickly, it keeps the GIL: no signal handler
    runs then, and the thread is not marked as inside a call. Return 0 with an exception. */
 int exchange(const Binding *binding, const fl_message *messages, int count, fl_op **ops);
@@ -30,6 +30,7 @@ PyObject *fetch(Binding *binding, fl_op *op, PyObject *x, PyObject *out, const p
 
 /* A started and recorded operation; `op` is NULL if it has ended well. */
 typedef struct {
+  const Binding *part; /* group that runs it */
   fl_op *op;
   uint64_t id;
   uint64_t number;          /* collectives of the group so far */

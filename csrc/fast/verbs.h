@@ -22,6 +22,8 @@ PyObject *native_several(PyObject *self, PyObject *const *args, int is_async);
 
 /* Begin the messages of `ops`, a list of P2POp, and return their Work; NotImplemented like native_uneven. */
 PyObject *native_batch(PyObject *self, PyObject *ops);
+/* Run the two messages of native_sendrecv in two groups. */
+PyObject *native_apart(PyObject *self, PyObject *const *args, const plain_call *sent, const plain_call *received);
 /* op_maker(function): return a faster `__new__` of P2POp, which leaves some arguments to `function`. */
 PyObject *op_maker(PyObject *module, PyObject *function);
 int batch_names(void);
@@ -34,8 +36,7 @@ int object_names(void);
 
 /* Return the Python Work of one operation with all objects that it uses. If a signal handler raises
    meanwhile, these objects are leaked, because the operation still writes to them. */
-PyObject *work_for(const Binding *binding, fl_op *op, const started_op *one, PyObject *x, PyObject *out,
-                   PyObject *result, PyObject *room);
+PyObject *work_for(fl_op *op, const started_op *one, PyObject *x, PyObject *out, PyObject *result, PyObject *room);
 /* Return a light Work.
    If `count` is 0, it has the one operation *ops. `kept` is (array, out, room); room is the bytes of a
    receive's fl_match, or None.

@@ -35,7 +35,7 @@ static void count_fork(void) { ++forks; }
 /* After all operations have ended well: free everything except the result. */
 static void release(work_object *work) {
   for (int i = 0; i < ops_of(work); ++i) {
-    if (work->ops[i].op != NULL) work->binding->library.free(work->ops[i].op);
+    if (work->ops[i].op != NULL) work->ops[i].part->library.free(work->ops[i].op);
     work->ops[i].op = NULL;
   }
   Py_CLEAR(work->kept);
@@ -102,10 +102,9 @@ static int settle(work_object *work) {
   return 1;
 }
 
-PyObject *work_for(const Binding *binding, fl_op *op, const started_op *one, PyObject *x, PyObject *out,
-                   PyObject *result, PyObject *room) {
+PyObject *work_for(fl_op *op, const started_op *one, PyObject *x, PyObject *out, PyObject *result, PyObject *room) {
   PyObject *work = PyObject_CallFunction(
-      binding->started, "KiOOOOiiKK", (unsigned long long)(uintptr_t)op, (int)one->verb, x, out, result, room,
+      one->part->started, "KiOOOOiiKK", (unsigned long long)(uintptr_t)op, (int)one->verb, x, out, result, room,
       (int)one->root, (int)one->peer, (unsigned long long)one->id,
       (unsigned long long)one->number);
   if (work == NULL && op != NULL) {
@@ -159,7 +158,7 @@ static PyObject *handed_over(work_object *work, int i) {
   PyObject *out = work->count == 0 ? PyTuple_GetItem(kept, 1) : Py_None;
   PyObject *room = work->count == 0 ? PyTuple_GetItem(kept, 2) : kept == NULL ? Py_None : kept;
   PyObject *result = work->count == 0 ? work->result : x;
-  return x == NULL ? NULL : work_for(work->binding, op, one, x, out, result, room);
+  return x == NULL ? NULL : work_for(op, one, x, out, result, room);
 }
 
 /* Let Python's Work take over; 0 with an exception. */
@@ -192,8 +191,8 @@ static int hand_over(work_object *work) {
 static fl_status status_of(work_object *work, double seconds) {
   fl_status first_failure = FL_OK;
   for (int i = 0; i < ops_of(work); ++i) {
-    fl_op *op = work->ops[i].op;
-    const fl_status status = op == NULL ? FL_OK : work->binding->library.wait(op, seconds);
+    const started_op *one = &work->ops[i];
+    const fl_status status = one->op == NULL ? FL_OK : one->part->library.wait(one->op, seconds);
     if (status == FL_PENDING) return FL_PENDING;
     if (first_failure == FL_OK) first_failure = status;
   }

@@ -86,7 +86,7 @@ void ShmGroup::end_begun(Patience patience, bool or_hand_over) {
   Progress progress = collectives_.progress();
   for (int i = 0; progress == Progress::kAwaited && i < patience.spins + patience.yields; ++i) {
     if (peers_.has_ended()) break;
-    i < patience.spins ? pause_briefly() : yield_processor();
+    i < patience.spins ? pause_after(i) : yield_processor();
     progress = collectives_.progress();
   }
   if (progress == Progress::kComplete || peers_.has_ended()) {

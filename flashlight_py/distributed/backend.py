@@ -53,11 +53,9 @@ class EntryPoints:
             verb with number ``code``, and returns the result, or a Work if ``async_op``. ``root``
             is the other rank for a message. For an all_reduce of packed arrays, it is a digest of
             their shapes, so that ranks can compare the shapes. If ``x`` is a list of arrays,
-            ``out`` is True to pack small arrays (``native_several`` in csrc/fast). ``seconds`` is
-            the timeout of a blocking collective. Default: the timeout of the group.
-        sendrecv: Runs ``sendrecv(x, dst, out, src, tag, recv_tag)``, or starts messages:
-            ``sendrecv(ops)`` with a list of ``P2POp``. The result of the latter has one entry for
-            each message: its array if the message has ended, else its Work.
+            ``out`` is True to pack small arrays (``native_several`` in csrc/fast).
+        sendrecv: Runs ``sendrecv(x, dst, out, src, tag, recv_tag)``; or starts a list of ``P2POp``
+            and returns their Work, ``sendrecv(ops)``.
         objects: Runs ``objects(code, value, root)``, the object verb with number ``code``, and
             returns the list of received objects; None if only other ranks receive. If native code
             cannot unpickle, it returns a tuple: the array of all received frames (``Frame``), the

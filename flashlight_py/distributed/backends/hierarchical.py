@@ -28,7 +28,7 @@ from flashlight_py import _native, errors
 from flashlight_py._native import codes
 from flashlight_py.device import Array
 from flashlight_py.distributed import verbs
-from flashlight_py.distributed.backend import Backend, Callers, EntryPoints, left_to_python
+from flashlight_py.distributed.backend import Backend, Callers, EntryPoints
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.native import NativeBackend, Outer
 from flashlight_py.distributed.calls import combining
@@ -293,35 +293,41 @@ class HierarchicalBackend(Backend):
         self._is_closed = False
 
     def bind(self, journal: Journal) -> EntryPoints:
-        """Return the native functions of ``flat``, for blocking calls that ``flat`` runs."""
-        most = np.full(codes.VERBS + 1 + self.size, np.iinfo(np.int64).max)
+        """Return the native functions of ``flat`` and, for messages on this host, ``inside``."""
+        most, ranks = np.full(codes.VERBS, 1 << 62), np.full(self.size, -1, np.int32)
         for verb, limit in self._most.items():
             most[verb.code] = limit
-        most[[codes.VERBS, *(codes.VERBS + 1 + rank for rank in self._host)]] = -1
-        outer = Outer(self._native_ended, most, self.callers.threads, self._running)
-        points = self._flat.bind(journal, outer)
+        nearby = None
+        if isinstance(part := self._inside, NativeBackend):
+            ranks[self._host] = range(part.size)
+            nearby = part.bind(journal, self._outer(part, ranks=ranks)).collective
+        return self._flat.bind(journal, self._outer(self._flat, most=most, nearby=nearby))
 
-        def objects(code: int, value: Any, root: Any) -> Any:
-            gathers = code == codes.ALL_GATHER_OBJECT  # a large array then needs other steps
-            return NotImplemented if gathers else points.objects(code, value, root)
+    def _outer(self, part: NativeBackend, **options: Any) -> Outer:
+        callbacks = partial(self._native_ended, part), partial(self._native_started, part)
+        return Outer(*callbacks, self.callers.threads, self._running, **options)
 
-        return EntryPoints(points.collective, left_to_python, objects)
+    def _native_started(self, part: NativeBackend, handle: int, verb: int, *call: Any) -> Work:
+        work = part.native_started(handle, verb, *call)
+        return PartWork(self, Call(NATIVE[verb]), [(work, ())])
 
-    def _native_ended(self, handle: Any, verb: int, x: Any, out: Any, *call: Any) -> Any:
-        """Finish a call of ``flat`` that native code started; see ``NativeBackend``."""
-        flat = self._flat
-        flat.count = self.count
-        ended = partial(flat.native_ended, handle, verb, x, out, *call)
+    def _native_ended(
+        self, part: NativeBackend, handle: Any, verb: int, x: Any, out: Any, *call: Any
+    ) -> Any:
+        """Finish a call of ``part`` that native code started; see ``NativeBackend``."""
+        part.count = self.count
+        ended = partial(part.native_ended, handle, verb, x, out, *call)
         result = self._guarded_or_end(NATIVE[verb].name, ended)
-        if verb != codes.ALL_GATHER or type(result) is not list:
+        if type(result) is not list:
             return result
-        large = Call(ALL_GATHER, x, out=out)
+        name = "" if verb == codes.ALL_GATHER else NATIVE[verb].name
+        large = Call(ALL_GATHER, x, out=out, part_of=name)
         run = partial(self._calls.all_gather, large, result)
         try:
             return self._in_call(large.name, lambda: self._run(large, self.count[0], run))
         except BaseException as error:
-            assert flat.journal is not None
-            flat.journal.record_failure(call[-1], error)
+            assert part.journal is not None
+            part.journal.record_failure(call[-1], error)
             raise
 
     def limit(self, seconds: float) -> None:

@@ -29,7 +29,7 @@ from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Match
 from flashlight_py.distributed.calls.journal import NATIVE, Journal, forked, hidden_files
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER, VERBS
+from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER
 from flashlight_py.distributed.work import AllOf, Done, Then, Work, wait_timeout_error
 from flashlight_py.errors import DistributedError, GroupClosedError
 
@@ -44,14 +44,6 @@ _SLICE_SECONDS = 0.1
 
 # By name of a composed call: its number in the signatures of its steps. 0: the call is no step.
 _STEPS = {"": 0, SHUTDOWN: 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
-
-# Bits that tell csrc/fast/plain.h the properties of a verb. The index is the code of the verb.
-_flags = bytearray(codes.VERBS)
-for _verb in VERBS:
-    bits = codes.VERB_KNOWN | _verb.rooted * codes.VERB_ROOTED | _verb.prefix * codes.VERB_PREFIX
-    bits |= _verb.in_place * codes.VERB_IN_PLACE | _verb.reduces * codes.VERB_REDUCES
-    _flags[_verb.code] = bits
-FLAGS = bytes(_flags)
 
 
 def signature_of(ffi: Any, call: Call, like: Array | None, code: int, root: int) -> tuple[Any, str]:
@@ -274,18 +266,21 @@ class _Withheld(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """What a backend on top of a native backend adds to the native functions of ``bind``.
+    """Functions of the backend for whose calls ``bind`` returns native functions.
 
-    ``ended`` replaces ``native_ended``. ``most`` has the maximum number of bytes of a blocking call
-    for each verb by code, then for a message with any rank, and with each rank. All other calls are
-    left to Python, also with memory instead of arrays, of ``threads``, and while ``waiting`` has
-    entries.
+    Calls of ``threads``, and all calls while ``waiting`` has entries, are left to Python. With
+    ``most``, so are memory instead of arrays, receives from any rank, and collectives that do not
+    block or have more bytes than ``most[code]``. The function ``nearby`` is from ``bind`` of the
+    backend that sends the messages of each rank r with ``ranks[r] >= 0``.
     """
 
     ended: Callable[..., Any]
-    most: Array | None
+    started: Callable[..., Any]
     threads: set[int]
     waiting: list[Any]
+    most: Array | None = None
+    nearby: Callable[..., Any] | None = None
+    ranks: Array | None = None
 
 
 class NativeBackend(Backend):
@@ -321,10 +316,10 @@ class NativeBackend(Backend):
         """Return native functions that accept plain NumPy arrays directly; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
-        outer = outer or Outer(self.native_ended, None, self.callers.threads, self._first)
+        callbacks = self.native_ended, self.native_started
+        outer = outer or Outer(*callbacks, self.callers.threads, self._first)
         self.journal = journal
-        journal.open_to_native(fast.clocks)
-        fast.verbs(FLAGS)
+        journal.open_to_native(fast)
         group = self._open("bind")
         self.callers.native_header = journal.header
         self._kept.append(journal.memory)
@@ -333,9 +328,9 @@ class NativeBackend(Backend):
         functions = [self._address_of(self.ffi.addressof(self.lib, name)) for name in names]
         of_group = self._address_of(group), group, self.rank, self.size
         functions_of_group = fast.bind(
-            *(*of_group, self.timeout, self.packed_bytes, outer.most),
+            *(*of_group, self.timeout, self.packed_bytes, outer[4:]),
             (*functions, *((0,) * 5 if not self.steps else ())),
-            (outer.ended, self._native_started, self._native_call_site),
+            (outer.ended, outer.started, self._native_call_site),
             (AllOf, _raise_forked_error, light_work(fast), self._running),
             *(journal.memory, journal.notes, hidden_files(), outer.threads),
             (outer.waiting, dropped),
@@ -382,10 +377,11 @@ class NativeBackend(Backend):
         root, number = call  # ``number``: entry in the journal
         try:
             if verb == journal.SENDRECV.code:
-                arrays = x, out, out
-                works = [self._wrapped(op, verb, arrays, 0) for op in handle if op]
-                raise_interruption(self.lib, self.ffi.NULL)
-                AllOf(works).wait()
+                arrays, work = (x, out, out), handle
+                if not isinstance(work, Work):  # the send and the receive are in the same library
+                    work = AllOf([self._wrapped(op, verb, arrays, 0) for op in handle if op])
+                    raise_interruption(self.lib, self.ffi.NULL)
+                work.wait()
                 return out
             raise_interruption(self.lib, self.ffi.cast("fl_op *", handle))
             return self._wrapped(handle, verb, (x, out, made), root).wait()
@@ -396,7 +392,7 @@ class NativeBackend(Backend):
                 abort.report(error, [self])
             raise
 
-    def _native_started(self, handle: int, verb: int, *call: Any) -> Work:
+    def native_started(self, handle: int, verb: int, *call: Any) -> Work:
         # ``arrays`` must outlive the operation. ``number`` is the collective's number in the group.
         *arrays, root, peer, entry, number = call
         work: Work = Done(arrays[2])
@@ -520,8 +516,7 @@ class NativeBackend(Backend):
         return start(call)
 
     def _compare(self, call: Call) -> Work:
-        rows = call.rows if call.verb.reduces else None
-        root = None if rows is None else _digest(self._table(rows))
+        root = _digest(self._table(call.rows)) if call.rows and call.verb.reduces else None
         work = self._launch(call, like=call.like, root=root, result=COMPARED)
         if not call.verb.is_message:
             return work

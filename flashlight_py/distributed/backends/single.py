@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend, EntryPoints, dropped
-from flashlight_py.distributed.backends.native import FLAGS, SLOWER, light_work
+from flashlight_py.distributed.backends.native import SLOWER, light_work
 from flashlight_py.distributed.calls.arrays import check_out_rows, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.journal import Journal, hidden_files
@@ -53,10 +53,9 @@ class SingleBackend(Backend):
         """Return native functions for calls in a group of one rank; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
-        journal.open_to_native(fast.clocks)
-        fast.verbs(FLAGS)
+        journal.open_to_native(fast)
         functions = fast.bind(
-            *(0, None, 0, 1, 0.0, (0, 0), None, (0,) * 12, (None,) * 3),
+            *(0, None, 0, 1, 0.0, (0, 0), (None,) * 3, (0,) * 12, (None,) * 3),
             (AllOf, None, light_work(fast), {}),
             *(journal.memory, journal.notes, hidden_files(), set(), ([], dropped)),
         )

@@ -137,6 +137,13 @@ OBJECTS = (BROADCAST_OBJECT, ALL_GATHER_OBJECT, GATHER_OBJECT, SCATTER_OBJECT)
 NATIVE = {verb.code: verb for verb in (*VERBS, SENDRECV, *OBJECTS)}
 """Verbs that native code runs, by their number ``code``."""
 
+# Bits that tell csrc/fast/plain.c the properties of a verb. The index is the code of the verb.
+_flags = bytearray(codes.VERBS)
+for _verb in VERBS:
+    bits = codes.VERB_KNOWN | _verb.rooted * codes.VERB_ROOTED | _verb.prefix * codes.VERB_PREFIX
+    bits |= _verb.in_place * codes.VERB_IN_PLACE | _verb.reduces * codes.VERB_REDUCES
+    _flags[_verb.code] = bits
+
 # Layout of the ring in csrc/fast/ring.h.
 _HEADER_BYTES = 64
 _CALL = np.dtype(
@@ -258,7 +265,7 @@ class Journal:
         self.count: Sequence[int] = self.header[_NUMBER : _NUMBER + 1]
         self._calls = self.memory[_HEADER_BYTES:].view(_CALL)
         self._errors: dict[int, str] = {}
-        self._clocks: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._clocks: Callable[[], tuple[int, int]] = lambda: (0, 0)  # ticks and monotonic_ns
         self._zero = 0, 0
         with _leaving:
             self.header[_OFF] = _listeners
@@ -329,9 +336,10 @@ class Journal:
         self._errors = {**errors, call: f"{type(error).__name__}: {error}"}
         _note(error, self.name)
 
-    def open_to_native(self, clocks: Callable[[], tuple[int, int]]) -> None:
-        """Allow native code to record calls. ``clocks()`` returns native ticks and monotonic_ns."""
-        self._clocks, self._zero = clocks, clocks()
+    def open_to_native(self, fast: Any) -> None:
+        """Allow the native module ``fast`` to record calls."""
+        fast.verbs(bytes(_flags))
+        self._clocks, self._zero = fast.clocks, fast.clocks()
 
     def records(self, most: int = codes.RECORDED_CALLS) -> list[Record]:
         """Return up to ``most`` of the newest records, the oldest first."""
