@@ -1,5 +1,7 @@
 """Worlds of several hosts: arrays of every size equal the sums of the hosts, added in order."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +29,7 @@ from tests.distributed.conformance import (
     slow,
     values,
 )
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_ranks, run_survivors
 from tests.distributed.processes import await_file
 from tests.tables import pairs
 
@@ -263,3 +265,32 @@ def test_started_all_to_all_of_unequal_parts_does_not_block(
     work = fl.all_to_all(np.full(sum(rows), rank), rows=rows, async_op=True)
     (tmp_path / "started").touch()
     assert work.wait().tolist() == [r for r in range(size) for _ in range(r + 1)]
+
+
+# Each sends ``x`` to rank ``to``, and receives ``out`` from rank ``source``.
+SHIFTS: dict[str, Callable[..., Any]] = {
+    "sendrecv": lambda x, to, source, out: fl.sendrecv(x, to, src=source, out=out),
+    "batch": lambda x, to, source, out: fl.batch_isend_irecv(
+        [fl.P2POp("send", x, to), fl.P2POp("recv", out, source)]
+    ).wait(),
+    "isend, recv": lambda x, to, source, out: (fl.isend(x, to), fl.recv(out, source))[0].wait(),
+}
+
+
+def shift_in_ring(rank: int, size: int, name: str) -> str:
+    to, source = (rank + 1) % size, (rank - 1) % size
+    for count in (1, 1000, 100_000):
+        out = np.zeros(count, int)
+        SHIFTS[name](np.full(count, rank + 1), to, source, out)
+        assert (out == source + 1).all()
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    again = partial(SHIFTS[name], np.ones(100_000), to, source, np.ones(100_000))
+    return first_error(*[again] * size)  # a rank without a lost neighbour ends its first call
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_ring_of_messages_over_two_hosts_names_a_killed_rank(name: str) -> None:
+    """Each rank has one neighbour on its own host, and one on the other host."""
+    for text in run_survivors(shift_in_ring, 4, 3, name, env=hosts_by_letter("aabb")):
+        assert "lost rank 3" in text

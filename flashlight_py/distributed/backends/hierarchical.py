@@ -308,8 +308,7 @@ class HierarchicalBackend(Backend):
         return Outer(*callbacks, self.callers.threads, self._running, **options)
 
     def _native_started(self, part: NativeBackend, handle: int, verb: int, *call: Any) -> Work:
-        work = part.native_started(handle, verb, *call)
-        return PartWork(self, Call(NATIVE[verb]), [(work, ())])
+        return PartWork(self, Call(NATIVE[verb]), [(part.native_started(handle, verb, *call), ())])
 
     def _native_ended(
         self, part: NativeBackend, handle: Any, verb: int, x: Any, out: Any, *call: Any
