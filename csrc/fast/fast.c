@@ -179,17 +179,13 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
     ring_end(entry.row, entry.id, 1);
     return NULL;
   }
-  PyObject *result = NULL;
+  PyObject *result = args[2];
   if (ops[0] == NULL && ops[1] == NULL) {
-    result = Py_NewRef(args[2]);
+    Py_INCREF(result);
   } else {
-    PyObject *handles = Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)ops[0],
-                                      (unsigned long long)(uintptr_t)ops[1]);
-    if (handles != NULL) {
-      result = PyObject_CallFunction(part->ended, "OiOOOiK", handles, FL_SENDRECV, args[0], args[2], args[2],
-                                     0, (unsigned long long)entry.id);
-    }
-    Py_XDECREF(handles);
+    result = PyObject_CallFunction(part->ended, "(KK)iOOOiK", (unsigned long long)(uintptr_t)ops[0],
+                                   (unsigned long long)(uintptr_t)ops[1], FL_SENDRECV, args[0], result, result, 0,
+                                   (unsigned long long)entry.id);
   }
   ring_end(entry.row, entry.id, result == NULL);
   return result;
