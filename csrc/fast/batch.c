@@ -49,13 +49,13 @@ typedef struct {
   const Binding **parts; /* group of each message */
   plain_span *spans;
   fl_op **results;
-  int most, count, sent; /* number of P2POps: all, those read, and those read that have a peer */
+  int capacity, count, sent; /* number of P2POps: all, those read, and those read that have a peer */
 } batch;
 
-/* Give the message of the last P2POp a copy of `match`. `all->matches` owns the copy. 0: an exception. */
+/* Give the message of the last read P2POp, number `count` - 1, a copy of `match`. 0: an exception. */
 static int add_match(batch *all, const fl_match *match) {
   if (all->matches == NULL) {
-    const size_t bytes = (size_t)all->most * sizeof *match;
+    const size_t bytes = (size_t)all->capacity * sizeof *match;
     all->matches = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)bytes);
     if (all->matches == NULL) return 0;
     memset(PyBytes_AsString(all->matches), 0, bytes);
@@ -101,7 +101,7 @@ static int read_message(Binding *binding, PyObject *op, const fl_site *site, bat
 /* Allocate memory for `count` messages; 0 on failure. */
 static int allocate(batch *all, Py_ssize_t count) {
   const size_t one = sizeof *all->messages + sizeof *all->spans + sizeof *all->results + sizeof *all->parts;
-  all->most = (int)count;
+  all->capacity = (int)count;
   all->arrays = PyList_New(0);
   all->ops = PyMem_Malloc((size_t)count * sizeof *all->ops);
   all->messages = PyMem_Malloc((size_t)count * one);
@@ -127,14 +127,8 @@ static void exchange_all(const batch *all) {
   }
 }
 
-static PyObject *begin_all(PyObject *self, Binding *binding, batch *all, PyObject *place) {
-  const fl_message *message = all->messages;
-  for (int i = 0; i < all->count; ++i) {
-    started_op *started = &all->ops[i];
-    if (started->peer < 0) continue;
-    started->id = record(binding, &message++->signature, started->peer, FL_RECORDED_ASYNC, place).id;
-    started->number = binding->calls->number;
-  }
+/* Begin the messages and store their operations in `all->ops`. */
+static void begin_all(batch *all) {
   Py_ssize_t bytes = 0; /* to copy a few takes less time than to release the GIL */
   for (int i = 0; i < all->sent; ++i) bytes += all->spans[i].end - all->spans[i].begin;
   PyThreadState *thread_state = bytes > 4096 ? PyEval_SaveThread() : NULL;
@@ -142,19 +136,37 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all, PyObjec
   if (thread_state != NULL) PyEval_RestoreThread(thread_state);
   fl_op **result = all->results;
   for (int i = 0; i < all->count; ++i) {
+    if (all->ops[i].peer >= 0) all->ops[i].op = *result++;
+  }
+}
+
+static PyObject *work_of(PyObject *self, batch *all) {
+  PyObject *work = make_work(self, all->ops, all->count, all->arrays, all->matches);
+  all->ops = NULL;
+  return work;
+}
+
+/* Begin the messages with a record for each of them, and return their Work. */
+static PyObject *run_batch(PyObject *self, Binding *binding, batch *all, PyObject *place) {
+  const fl_message *message = all->messages;
+  for (int i = 0; i < all->count; ++i) {
     started_op *started = &all->ops[i];
     if (started->peer < 0) continue;
+    started->id = record(binding, &message++->signature, started->peer, FL_RECORDED_ASYNC, place).id;
+    started->number = binding->calls->number;
+  }
+  begin_all(all);
+  for (int i = 0; i < all->count; ++i) {
+    const started_op *started = &all->ops[i];
+    if (started->peer < 0) continue;
     ring_call *row = &binding->calls->calls[(started->id - 1) % FL_RECORDED_CALLS];
-    started->op = *result++;
     if (started->op == NULL) {
       ring_end(row, started->id, 0);
     } else {
       started->part->library.stamp(started->op, &row->ended, -(int64_t)started->id);
     }
   }
-  PyObject *work = make_work(self, all->ops, all->count, all->arrays, all->matches);
-  all->ops = NULL;
-  return work;
+  return work_of(self, all);
 }
 
 PyObject *native_batch(PyObject *self, PyObject *ops) {
@@ -170,7 +182,7 @@ PyObject *native_batch(PyObject *self, PyObject *ops) {
   }
   PyObject *work = NULL;
   if (plain && !plain_mixed_up(all.spans, all.sent)) {
-    work = begin_all(self, binding, &all, place);
+    work = run_batch(self, binding, &all, place);
   } else {
     PyErr_Clear(); /* Python then raises the error with its own text */
     work = Py_NewRef(Py_NotImplemented);
@@ -179,20 +191,32 @@ PyObject *native_batch(PyObject *self, PyObject *ops) {
   return work;
 }
 
-PyObject *native_apart(PyObject *self, PyObject *const *args, const plain_call *sent, const plain_call *received) {
+PyObject *native_apart(PyObject *self, PyObject *const *args, Binding *const *parts, const plain_call *calls) {
   Binding *binding = binding_of(self);
   batch all = {0};
-  PyObject *place, *work = NULL;
+  PyObject *place, *work = NULL, *result = NULL;
   const fl_site *site;
-  if (place_and_site(binding, &place, &site) && allocate(&all, 2) &&
-      add_message(part_for(binding, sent->peer), &all, args[0], sent, site) &&
-      add_message(part_for(binding, received->peer), &all, args[2], received, site)) {
-    work = begin_all(self, binding, &all, place);
+  if (!place_and_site(binding, &place, &site)) return NULL;
+  fl_signature shown = calls->signature;
+  shown.verb = FL_SENDRECV;
+  const recorded entry = record(binding, &shown, calls->peer, 0, place);
+  const int entered = enter(binding);
+  int is_ready = entered >= 0 && allocate(&all, 2);
+  for (int i = 0; is_ready && i < 2; ++i) is_ready = add_message(parts[i], &all, args[2 * i], &calls[i], site);
+  if (is_ready) {
+    for (int i = 0; i < 2; ++i) all.ops[i].id = entry.id;
+    begin_all(&all);
+    work = work_of(self, &all);
   }
   release(&all);
-  if (work == NULL) return NULL;
-  PyObject *result = PyObject_CallFunction(binding->ended, "OiOOOiK", work, FL_SENDRECV, args[0], args[2], args[2], 0,
-                                           (unsigned long long)binding->calls->written);
-  Py_DECREF(work);
+  if (work != NULL) {
+    result = PyObject_CallFunction(binding->ended, "OiOOOiK", work, FL_SENDRECV, args[0], args[2], args[2], 0,
+                                   (unsigned long long)entry.id);
+    Py_DECREF(work);
+  } else if (PyErr_Occurred() == NULL) {
+    PyErr_NoMemory();
+  }
+  if (entered >= 0) leave(binding, entered);
+  ring_end(entry.row, entry.id, result == NULL);
   return result;
 }

@@ -149,9 +149,9 @@ int is_left_to_python(const Binding *binding) {
   for (int i = 0; i < CALLERS; ++i) {
     if (binding->calls->callers[i] == thread) return 1;
   }
-  if (PySet_Size(binding->inside) == 0) return 0;
+  if (PySet_Size(binding->threads) == 0) return 0;
   PyObject *number = PyLong_FromUnsignedLong(thread);
-  const int is_inside = number == NULL ? -1 : PySet_Contains(binding->inside, number);
+  const int is_inside = number == NULL ? -1 : PySet_Contains(binding->threads, number);
   Py_XDECREF(number);
   return is_inside;
 }
@@ -176,7 +176,7 @@ int enter(const Binding *binding) {
     return i;
   }
   PyObject *number = PyLong_FromUnsignedLong(thread);
-  const int is_added = number != NULL && PySet_Add(binding->inside, number) == 0;
+  const int is_added = number != NULL && PySet_Add(binding->threads, number) == 0;
   Py_XDECREF(number);
   return is_added ? CALLERS : -1;
 }
@@ -189,7 +189,7 @@ void leave(const Binding *binding, int place) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   PyObject *number = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
-  if (number == NULL || PySet_Discard(binding->inside, number) < 0) PyErr_Clear();
+  if (number == NULL || PySet_Discard(binding->threads, number) < 0) PyErr_Clear();
   Py_XDECREF(number);
   PyErr_Restore(type, value, trace);
 }

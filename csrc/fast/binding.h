@@ -45,11 +45,9 @@ typedef struct Binding {
   int rank, size;
   double seconds;
   long long packed_bytes[2]; /* maximum bytes of an array to pack: blocking, asynchronous */
-  /* In a group over several hosts: for each collective the maximum bytes of a call, and the group of the ranks of
-     this host, which sends their messages. Else NULL. */
-  const int64_t *most;
-  struct Binding *nearby;
-  const int32_t *ranks; /* in the group `nearby`: for each rank of the outer group its rank here, or -1; else NULL */
+  const int64_t *most;    /* in a group over several hosts: for each verb, maximum bytes of a collective; else NULL */
+  struct Binding *inside; /* in such a group: the group of this host's ranks, which sends their messages; or NULL */
+  const int32_t *ranks;   /* in the group `inside`: for each rank of the outer group its rank here, or -1; else NULL */
   native_library library;
   PyObject *ended;         /* called with an ended operation: raises its error or fetches its result */
   PyObject *started;       /* called with a running operation; returns the Work */
@@ -63,7 +61,7 @@ typedef struct Binding {
   ring *calls;
   PyObject *notes;   /* list: for each entry of the ring, the line of user code or None */
   PyObject *folders; /* tuple of folders whose code is not user code */
-  PyObject *inside;  /* set: ids of threads inside a call for which `callers` of ring.h has no space */
+  PyObject *threads; /* set: ids of threads inside a call for which `callers` of ring.h has no space */
   PyObject *first;   /* list: shared arrays that Python must free before the group's next call */
   PyObject *dropped; /* container: lost groups that Python must close before any group's next call */
   cached_site sites[SITES];
@@ -87,13 +85,14 @@ static inline int runs_here(const Binding *binding, int verb, int64_t bytes) {
 }
 /* Return the group that sends messages of `peer` (-1: any rank); NULL: Python handles them. */
 static inline Binding *part_for(Binding *binding, int peer) {
-  Binding *nearby = binding->nearby;
+  Binding *inside = binding->inside;
   if (binding->most == NULL) return binding;
   if (peer < 0) return NULL;
-  return nearby != NULL && nearby->ranks[peer] >= 0 ? nearby : binding;
+  if (inside == NULL || inside->ranks[peer] < 0) return binding;
+  return PyList_Size(inside->first) == 0 ? inside : NULL;
 }
-/* Return the number of the outer group's rank `peer` in the group that sends its messages. */
-static inline int own_number(const Binding *part, int peer) {
+/* Return the number in `part` of rank `peer` of the group whose messages it sends. */
+static inline int number_in(const Binding *part, int peer) {
   return part->ranks == NULL || peer < 0 ? peer : part->ranks[peer];
 }
 static inline int is_alone(const Binding *binding) { return binding->library.run == NULL; }

@@ -22,7 +22,7 @@ static PyObject *kept_room(plain_call *call) {
 }
 
 /* Start a call and return a Work that keeps all objects that the operation uses. */
-static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *call) {
+static PyObject *start(PyObject *self, Binding *part, PyObject *x, PyObject *out, plain_call *call) {
   Binding *binding = binding_of(self);
   const fl_signature *s = &call->signature;
   PyObject *place = NULL, *room = kept_room(call);
@@ -32,7 +32,6 @@ static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *c
     Py_XDECREF(room);
     return NULL;
   }
-  Binding *part = is_message(s->verb) ? part_for(binding, call->peer) : binding;
   started_op started_operation = start_one(part, call, place, site);
   PyObject *result = call->result == NULL ? Py_None : call->result, *work = NULL;
   const int makes_result = s->verb == FL_GATHER || s->verb == FL_ALL_GATHER || s->verb == FL_SCATTER;
@@ -48,15 +47,13 @@ static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *c
   return work;
 }
 
-/* Return 1 if this group, or the group of the ranks of this host, can run the call of `x`. */
-static int can_run(Binding *binding, PyObject *x, PyObject *out, const plain_call *call, int is_async) {
+static int can_run(const Binding *binding, PyObject *x, PyObject *out, const plain_call *call, int is_async) {
   const fl_signature *s = &call->signature;
   if (is_alone(binding)) return can_run_alone(call, out);
   if (binding->most == NULL) return 1;
-  if (PyTuple_Check(x)) return 0;
-  if (!is_message(s->verb)) return !is_async && runs_here(binding, s->verb, s->count * s->itemsize);
-  const int finds_source = is_async && call->output != NULL; /* as a number of the group that runs the receive */
-  return !finds_source && part_for(binding, call->peer) != NULL;
+  /* The match of a started receive has the source as a number of the group that runs the receive. */
+  if (is_message(s->verb)) return !is_async || call->output == NULL;
+  return !is_async && !PyTuple_Check(x) && runs_here(binding, s->verb, s->count * s->itemsize);
 }
 
 enum { ARGUMENTS = 8 };
@@ -76,16 +73,17 @@ static PyObject *call_arrays(PyObject *self, PyObject *const *args) {
   const int plain = plain_read(args, binding->rank, binding->size, &call);
   if (plain < 0) return NULL;
   if (!plain) Py_RETURN_NOTIMPLEMENTED;
-  if (!can_run(binding, x, out, &call, is_async)) {
+  const int is_one = is_message(call.signature.verb);
+  Binding *part = is_one ? part_for(binding, call.peer) : binding;
+  if (part == NULL || !can_run(binding, x, out, &call, is_async)) {
     Py_XDECREF(call.result);
     Py_RETURN_NOTIMPLEMENTED;
   }
-  const int is_one = is_message(call.signature.verb);
   if (is_one) { /* a message; a blocking send has no result */
     call.result = Py_NewRef(call.signature.verb == FL_SEND && !is_async ? Py_None : x);
   }
-  if (is_async) return start(self, x, out, &call);
-  if (is_one) return run_message(part_for(binding, call.peer), x, out, &call);
+  if (is_async) return start(self, part, x, out, &call);
+  if (is_one) return run_message(part, x, out, &call);
   return run_collective(binding, x, out, &call);
 }
 
@@ -142,7 +140,6 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
    src None: no receive. native_sendrecv(ops), or a recv_tag of Ellipsis: return the Work of the batch. */
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
-  plain_call sent, received;
   if (binding == NULL) return NULL;
   if (count != 6 && count != 1) {
     return PyErr_Format(PyExc_TypeError, "expected (x, dst, out, src, tag, recv_tag), or (ops)");
@@ -155,27 +152,27 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
   if (is_batch) return native_batch(self, args[0]);
   const int rank = binding->rank, size = binding->size;
   const int sends = args[1] != Py_None, receives = args[3] != Py_None, is_pair = sends && receives;
+  plain_call calls[2], *const received = &calls[sends]; /* send first, because a peer may wait for it */
   PyObject *recv_tag = args[args[5] == Py_None ? 4 : 5];
-  if ((sends && !plain_message(FL_SEND, args[0], args[1], args[4], Py_False, rank, size, &sent)) ||
-      (receives && !plain_message(FL_RECV, args[2], args[3], recv_tag, Py_False, rank, size, &received)) ||
-      (is_pair && plain_overlap(&sent, &received))) {
+  if ((sends && !plain_message(FL_SEND, args[0], args[1], args[4], Py_False, rank, size, calls)) ||
+      (receives && !plain_message(FL_RECV, args[2], args[3], recv_tag, Py_False, rank, size, received)) ||
+      (is_pair && plain_overlap(calls, received))) {
     Py_RETURN_NOTIMPLEMENTED;
   }
   if (!sends && !receives) return Py_NewRef(args[2]);
-  Binding *part = part_for(binding, sends ? sent.peer : received.peer);
-  if (is_pair && part != part_for(binding, received.peer)) return native_apart(self, args, &sent, &received);
+  Binding *const parts[] = {part_for(binding, calls->peer), part_for(binding, calls[is_pair].peer)};
+  if (parts[0] == NULL || parts[1] == NULL) Py_RETURN_NOTIMPLEMENTED;
+  if (parts[0] != parts[1]) return native_apart(self, args, parts, calls);
   PyObject *place;
   const fl_site *site;
   if (!place_and_site(binding, &place, &site)) return NULL;
-  const plain_call *first = sends ? &sent : &received; /* send first, because a peer may wait for it */
-  fl_signature shown = first->signature;
+  fl_signature shown = calls->signature;
   if (is_pair) shown.verb = FL_SENDRECV;
-  const recorded entry = record(binding, &shown, first->peer, 0, place);
+  const recorded entry = record(binding, &shown, calls->peer, 0, place);
   fl_message messages[2];
   fl_op *ops[2] = {NULL, NULL};
-  fill_message(part, &messages[0], first, site);
-  if (is_pair) fill_message(part, &messages[1], &received, site);
-  if (!exchange(part, messages, sends + receives, ops)) {
+  for (int i = 0; i <= is_pair; ++i) fill_message(parts[0], &messages[i], &calls[i], site);
+  if (!exchange(parts[0], messages, 1 + is_pair, ops)) {
     ring_end(entry.row, entry.id, 1);
     return NULL;
   }
@@ -183,7 +180,7 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
   if (ops[0] == NULL && ops[1] == NULL) {
     Py_INCREF(result);
   } else {
-    result = PyObject_CallFunction(part->ended, "(KK)iOOOiK", (unsigned long long)(uintptr_t)ops[0],
+    result = PyObject_CallFunction(parts[0]->ended, "(KK)iOOOiK", (unsigned long long)(uintptr_t)ops[0],
                                    (unsigned long long)(uintptr_t)ops[1], FL_SENDRECV, args[0], result, result, 0,
                                    (unsigned long long)entry.id);
   }
@@ -207,12 +204,12 @@ static void free_binding(PyObject *capsule) {
 }
 
 static int parse(PyObject *args, Binding *b) {
-  PyObject *group, *owner, *most, *nearby, *ranks, *addresses;
+  PyObject *group, *owner, *most, *inside, *ranks, *addresses;
   if (!PyArg_ParseTuple(args, "OOiid(LL)(OOO)O!(OOO)(OOOO!)O!O!O!O!(O!O)", &group, &owner, &b->rank, &b->size, &b->seconds,
-                        &b->packed_bytes[0], &b->packed_bytes[1], &most, &nearby, &ranks, &PyTuple_Type,
+                        &b->packed_bytes[0], &b->packed_bytes[1], &most, &inside, &ranks, &PyTuple_Type,
                         &addresses, &b->ended, &b->started, &b->here, &b->together, &b->forked, &b->work, &PyDict_Type,
                         &b->running, &PyArray_Type, &b->memory, &PyList_Type, &b->notes, &PyTuple_Type,
-                        &b->folders, &PySet_Type, &b->inside, &PyList_Type, &b->first, &b->dropped)) {
+                        &b->folders, &PySet_Type, &b->threads, &PyList_Type, &b->first, &b->dropped)) {
     return 0;
   }
   size_t library[sizeof b->library / sizeof(size_t)];
@@ -228,14 +225,14 @@ static int parse(PyObject *args, Binding *b) {
   b->group = PyLong_AsVoidPtr(group);
   b->most = most == Py_None ? NULL : PyArray_DATA((PyArrayObject *)most);
   b->ranks = ranks == Py_None ? NULL : PyArray_DATA((PyArrayObject *)ranks);
-  b->nearby = nearby == Py_None ? NULL : binding_of(PyCFunction_GetSelf(nearby));
+  b->inside = inside == Py_None ? NULL : binding_of(PyCFunction_GetSelf(inside));
   b->calls = PyArray_DATA(memory);
   return !PyErr_Occurred();
 }
 
-/* bind(group, owner, rank, size, seconds, packed_bytes, (most, nearby, ranks),
+/* bind(group, owner, rank, size, seconds, packed_bytes, (most, inside, ranks),
      (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
-     (ended, started, here), (together, forked, work, running), memory, notes, folders, inside,
+     (ended, started, here), (together, forked, work, running), memory, notes, folders, threads,
      (first, dropped)):
    return (native, native_sendrecv, native_object). The group and the library's functions are addresses;
    `owner` keeps the group alive. */

@@ -281,7 +281,7 @@ static PyObject *room_for(const object_call *call, plain_call *step) {
   return room;
 }
 
-/* Return 1 if `op` received the data of all ranks: no rank has withheld it. */
+/* Return 1 if `op` received the data of all ranks. A rank that withholds its data sends its number of bytes. */
 static int is_complete(const object_call *call, fl_op *op, size_t bytes) {
   if (!gathers(call)) return 1;
   const fl_signature *calls = call->binding->library.signatures(op);
@@ -295,7 +295,7 @@ static int run(const object_call *call, received *all, recorded *entry) {
   Binding *binding = call->binding;
   plain_call step = call_of(call);
   const fl_signature shown = shown_of(call);
-  PyObject *room = gathers(call) ? room_for(call, &step) : NULL;
+  PyObject *room = gathers(call) && binding->library.begin != NULL ? room_for(call, &step) : NULL;
   if (room == NULL && PyErr_Occurred() != NULL) return 0;
   fl_op *op;
   int has_run = run_in_steps(binding, &step, &shown, &op, entry);

@@ -155,7 +155,7 @@ PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_cal
 void fill_message(const Binding *part, fl_message *message, const plain_call *call, const fl_site *site) {
   message->signature = call->signature;
   message->data = call->data;
-  message->peer = own_number(part, call->peer);
+  message->peer = number_in(part, call->peer);
   message->site = *site;
   message->match = NULL;
 }
@@ -223,7 +223,7 @@ started_op start_one(Binding *binding, const plain_call *call, PyObject *place, 
   } else {
     entry = record(binding, s, call->peer, FL_RECORDED_ASYNC, place);
     Py_BEGIN_ALLOW_THREADS;
-    op = binding->library.run(binding->group, s, call->data, call->output, own_number(binding, call->peer),
+    op = binding->library.run(binding->group, s, call->data, call->output, number_in(binding, call->peer),
                               binding->seconds, 1, site);
     Py_END_ALLOW_THREADS;
   }

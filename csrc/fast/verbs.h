@@ -22,8 +22,8 @@ PyObject *native_several(PyObject *self, PyObject *const *args, int is_async);
 
 /* Begin the messages of `ops`, a list of P2POp, and return their Work; NotImplemented like native_uneven. */
 PyObject *native_batch(PyObject *self, PyObject *ops);
-/* Run the two messages of native_sendrecv in two groups. */
-PyObject *native_apart(PyObject *self, PyObject *const *args, const plain_call *sent, const plain_call *received);
+/* Run native_sendrecv if the groups `parts` of the send and the receive, `calls`, differ. */
+PyObject *native_apart(PyObject *self, PyObject *const *args, Binding *const *parts, const plain_call *calls);
 /* op_maker(function): return a faster `__new__` of P2POp, which leaves some arguments to `function`. */
 PyObject *op_maker(PyObject *module, PyObject *function);
 int batch_names(void);

@@ -187,13 +187,24 @@ static int hand_over(work_object *work) {
   return work->python != NULL;
 }
 
-/* Wait up to `seconds` for each operation. Return FL_PENDING if one still runs, else a failure or FL_OK. */
+/* Return a failure that has ended an operation of another group than `part`, or FL_PENDING. */
+static fl_status failure_outside(const work_object *work, const Binding *part) {
+  for (int i = 0; work->binding->inside != NULL && i < ops_of(work); ++i) {
+    const started_op *one = &work->ops[i];
+    const fl_status status = one->op == NULL || one->part == part ? FL_PENDING : one->part->library.wait(one->op, 0);
+    if (status != FL_OK && status != FL_PENDING && status != FL_MISMATCH) return status;
+  }
+  return FL_PENDING;
+}
+
+/* Wait up to `seconds` for each operation. Return FL_PENDING if one still runs, else a failure or FL_OK. In one
+   group, a failure ends all operations. The operations of another group may then run on. */
 static fl_status status_of(work_object *work, double seconds) {
   fl_status first_failure = FL_OK;
   for (int i = 0; i < ops_of(work); ++i) {
     const started_op *one = &work->ops[i];
     const fl_status status = one->op == NULL ? FL_OK : one->part->library.wait(one->op, seconds);
-    if (status == FL_PENDING) return FL_PENDING;
+    if (status == FL_PENDING) return failure_outside(work, one->part);
     if (first_failure == FL_OK) first_failure = status;
   }
   return first_failure;

@@ -297,18 +297,23 @@ class HierarchicalBackend(Backend):
         most, ranks = np.full(codes.VERBS, 1 << 62), np.full(self.size, -1, np.int32)
         for verb, limit in self._most.items():
             most[verb.code] = limit
-        nearby = None
+        inside = None
         if isinstance(part := self._inside, NativeBackend):
             ranks[self._host] = range(part.size)
-            nearby = part.bind(journal, self._outer(part, ranks=ranks)).collective
-        return self._flat.bind(journal, self._outer(self._flat, most=most, nearby=nearby))
+            inside = part.bind(journal, self._outer(part, part.unused, ranks=ranks)).collective
+        outer = self._outer(self._flat, self._running, most=most, inside=inside)
+        return self._flat.bind(journal, outer)
 
-    def _outer(self, part: NativeBackend, **options: Any) -> Outer:
+    def _outer(self, part: NativeBackend, waiting: list[Any], **options: Any) -> Outer:
         callbacks = partial(self._native_ended, part), partial(self._native_started, part)
-        return Outer(*callbacks, self.callers.threads, self._running, **options)
+        return Outer(*callbacks, self.callers.threads, waiting, **options)
 
     def _native_started(self, part: NativeBackend, handle: int, verb: int, *call: Any) -> Work:
-        return PartWork(self, Call(NATIVE[verb]), [(part.native_started(handle, verb, *call), ())])
+        work = PartWork(self, Call(NATIVE[verb]), [(part.native_started(handle, verb, *call), ())])
+        if work.is_completed():
+            with suppress(*FAILURES):  # a failure ends the other backends; the caller waits again
+                work.wait()
+        return work
 
     def _native_ended(
         self, part: NativeBackend, handle: Any, verb: int, x: Any, out: Any, *call: Any
@@ -319,8 +324,8 @@ class HierarchicalBackend(Backend):
         result = self._guarded_or_end(NATIVE[verb].name, ended)
         if type(result) is not list:
             return result
-        name = "" if verb == codes.ALL_GATHER else NATIVE[verb].name
-        large = Call(ALL_GATHER, x, out=out, part_of=name)
+        part_of = "" if verb == codes.ALL_GATHER else NATIVE[verb].name
+        large = Call(ALL_GATHER, x, out=out, part_of=part_of)
         run = partial(self._calls.all_gather, large, result)
         try:
             return self._in_call(large.name, lambda: self._run(large, self.count[0], run))

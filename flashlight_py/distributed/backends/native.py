@@ -269,9 +269,9 @@ class Outer(NamedTuple):
     """Functions of the backend for whose calls ``bind`` returns native functions.
 
     Calls of ``threads``, and all calls while ``waiting`` has entries, are left to Python. With
-    ``most``, so are memory instead of arrays, receives from any rank, and collectives that do not
-    block or have more bytes than ``most[code]``. The function ``nearby`` is from ``bind`` of the
-    backend that sends the messages of each rank r with ``ranks[r] >= 0``.
+    ``most``, so are receives from any rank, and collectives of memory instead of arrays, that do
+    not block, or that have more bytes than ``most[code]``. The function ``inside`` is from ``bind``
+    of the backend that sends the messages of each rank r with ``ranks[r] >= 0``.
     """
 
     ended: Callable[..., Any]
@@ -279,7 +279,7 @@ class Outer(NamedTuple):
     threads: set[int]
     waiting: list[Any]
     most: Array | None = None
-    nearby: Callable[..., Any] | None = None
+    inside: Callable[..., Any] | None = None
     ranks: Array | None = None
 
 
@@ -309,7 +309,7 @@ class NativeBackend(Backend):
         self._running: dict[Any, None] = {}  # an ordered set; several threads change it
         self._most_running = _LEAST_RUNNING
         self.callers = Callers(self.name)
-        self._first: list[Any] = []  # garbage-collected shared arrays, which the next call frees
+        self.unused: list[Any] = []  # garbage-collected shared arrays, which the next call frees
         self._kept: list[Any] = []  # buffers that the library may write until it frees the group
 
     def bind(self, journal: Journal, outer: Outer | None = None) -> EntryPoints:
@@ -317,7 +317,7 @@ class NativeBackend(Backend):
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
         callbacks = self.native_ended, self.native_started
-        outer = outer or Outer(*callbacks, self.callers.threads, self._first)
+        outer = outer or Outer(*callbacks, self.callers.threads, self.unused)
         self.journal = journal
         journal.open_to_native(fast)
         group = self._open("bind")
@@ -449,9 +449,9 @@ class NativeBackend(Backend):
         like = array if like is None else like
         try:
             self.callers.threads.add(thread)
-            if self._first:  # collected shared arrays: free them if no other thread is in a call
-                dropped, self._first[:] = list(self._first), []
-                self._first += [a for a in dropped if not self.lib.fl_drop_region(group, a)]
+            if self.unused:  # collected shared arrays: free them if no other thread is in a call
+                dropped, self.unused[:] = list(self.unused), []
+                self.unused += [a for a in dropped if not self.lib.fl_drop_region(group, a)]
             signature, name = signature_of(self.ffi, call, like, code, root)
             if text := call.refusal or name:
                 raw = journal.text_at_site(text, SITE_BYTES)
@@ -639,7 +639,7 @@ class NativeBackend(Backend):
         If a signal handler closes the group, the call that it interrupted ends after the handler.
         """
         group, self.group, self._kept = self.group, None, []
-        self._first.clear()
+        self.unused.clear()
         self._do("close", group)
         self._running.clear()
 

@@ -127,7 +127,7 @@ class ShmBackend(native.NativeBackend):
         # The array may be collected during a wait that holds the lock of the group. The next
         # operation therefore frees the memory.
         owners = (
-            native.freed_by(self.ffi, pointer, self._first.append),
+            native.freed_by(self.ffi, pointer, self.unused.append),
             native.freed_by(self.ffi, region, self.lib.fl_free_region),
         )
         begin = native.keeping(self.ffi, pointer - self.rank * stride, owners)
