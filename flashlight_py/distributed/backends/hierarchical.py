@@ -282,7 +282,7 @@ class HierarchicalBackend(Backend):
         self._most = dict.fromkeys(_BY_HOSTS, _FLAT_BYTES)
         self._most[ALL_REDUCE] = _FLAT_BYTES // (self.size - 1)
         self._most[ALL_GATHER] = max(_SHORT_BYTES, self._most[ALL_REDUCE])
-        self._set_timeouts(timeout)
+        self.limit(timeout)
         self.callers = Callers(f"rank {rank} of {flat.size}", self.parts)
         self._thread: futures.ThreadPoolExecutor | None = None
         self._running: list[FutureWork] = []
@@ -335,15 +335,12 @@ class HierarchicalBackend(Backend):
             raise
 
     def limit(self, seconds: float) -> None:
-        self._set_timeouts(seconds)
-        for part in self.parts:
-            part.limit(between_hosts(seconds) if part is self._between else seconds)
-
-    def _set_timeouts(self, seconds: float) -> None:
         self.timeout = seconds
         # A peer of this host may wait for another host. It must time out first: its error names the
         # late rank.
         self._calls.far = between_hosts(seconds)
+        for part in self.parts:
+            part.limit(self._calls.far if part is self._between else seconds)
 
     def start(self, call: Call) -> Work:
         begin = self._message if call.verb.is_message else self._collective
