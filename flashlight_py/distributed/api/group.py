@@ -1,7 +1,5 @@
 """``ProcessGroup``: a group whose methods are the verbs."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

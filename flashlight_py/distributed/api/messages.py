@@ -1,7 +1,5 @@
 """Messages between two ranks: argument checks, start and completion."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar

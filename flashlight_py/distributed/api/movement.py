@@ -1,7 +1,5 @@
 """Verbs that move arrays between ranks without changing them."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Sequence
 from typing import Any, TypeVar

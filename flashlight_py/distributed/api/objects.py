@@ -4,8 +4,6 @@ Unpickling can run any code. So all members of a group must be processes of one 
 Objects are sent as bytes through the NumPy backend of the group.
 """
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from collections.abc import Sequence

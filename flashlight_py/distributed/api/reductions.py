@@ -1,7 +1,5 @@
 """Reductions: verbs that combine the arrays of all ranks."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence

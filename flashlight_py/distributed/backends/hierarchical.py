@@ -8,8 +8,6 @@ with the same placement. A receive from any rank waits for the first message of 
 host.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

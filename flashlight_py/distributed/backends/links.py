@@ -1,7 +1,5 @@
 """TCP connections between ranks, and the frames that they carry; portable.py uses them."""
 
-from __future__ import annotations
-
 import hmac
 import logging
 import selectors

@@ -6,8 +6,6 @@ some libraries reject such data in non-blocking collectives. The choice depends 
 are equal on all ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys
