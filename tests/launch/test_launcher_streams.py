@@ -325,13 +325,9 @@ def test_breakpoint_works_in_rank_0_on_a_terminal(tmp_path: Path) -> None:
     terminal = Terminal("-n", 2, write(tmp_path, program))
     terminal.expect("\033[33m[1]\033[0m after 40\r\n")
     terminal.expect("\033[36m[0]\033[0m (Pdb) ")
-    terminal.type("p x + 2\n")
-    terminal.expect("42")
-    terminal.expect("(Pdb) ")
-    terminal.type("x = 7\n")
-    terminal.expect("(Pdb) ")
-    terminal.type("continue\n")
-    terminal.expect("after 7")
+    for text, answer in (("p x + 2", "42"), ("x = 7", "(Pdb) "), ("continue", "after 7")):
+        terminal.type(f"{text}\n")
+        terminal.expect(answer)
     assert terminal.end() == 0
 
 

@@ -80,23 +80,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_time_meter_runs_between_resume_and_stop(clock: list[float]) -> None:
     meter = TimeMeter()
-    clock[0] += 5
-    assert meter.value() == 0
-    meter.resume()
-    clock[0] += 2
-    meter.resume()
-    clock[0] += 1
-    assert meter.value() == 3
-    meter.stop()
-    clock[0] += 10
-    meter.stop()
-    assert meter.value() == 3
-    meter.resume()
-    clock[0] += 1
-    assert meter.value() == 4
-    meter.reset()
-    clock[0] += 1
-    assert meter.value() == 0
+    steps = [(meter.value, 5, 0), (meter.resume, 2, 2), (meter.resume, 1, 3), (meter.stop, 10, 3)]
+    steps += [(meter.stop, 10, 3), (meter.resume, 1, 4), (meter.reset, 1, 0)]
+    for step, seconds, expected in steps:
+        step()
+        clock[0] += seconds
+        assert meter.value() == expected
 
 
 def test_time_meter_divides_by_units(clock: list[float]) -> None:
@@ -112,37 +101,25 @@ def test_time_meter_divides_by_units(clock: list[float]) -> None:
     assert meter.value() == 2.5
 
 
-def counted(*categories: int) -> Meter:
-    meter = CountMeter(2)
-    for category in categories:
-        meter.add(category)
+def fed(meter: Any, *calls: tuple[Any, ...]) -> Any:
+    for arguments in calls:
+        meter.set(*arguments) if isinstance(meter, TimeMeter) else meter.add(*arguments)
     return meter
 
 
-def ranked(rows: slice) -> Meter:
-    meter = TopKMeter(1)
-    meter.add(SCORES[rows], TARGETS[rows])
-    return meter
+def erred(*errors: float) -> Any:
+    return fed(MSEMeter(), *((np.array([error]), np.array([0.0])) for error in errors))
 
 
-def erred(*errors: float) -> Meter:
-    meter = MSEMeter()
-    for error in errors:
-        meter.add(np.array([error]), np.array([0.0]))
-    return meter
-
-
-def timed(unit: bool, seconds: float, units: int) -> Meter:
-    meter = TimeMeter(unit)
-    meter.set(seconds, units)
-    return meter
+def timed(unit: bool, seconds: float, units: int) -> Any:
+    return fed(TimeMeter(unit), (seconds, units))
 
 
 @for_each(
     "parts together",
     [
-        ([counted(0, 1), counted(1)], [1, 2]),
-        ([ranked(slice(0, 1)), ranked(slice(1, 4))], 25.0),
+        ([fed(CountMeter(2), (0,), (1,)), fed(CountMeter(2), (1,))], [1, 2]),
+        ([fed(TopKMeter(1), (SCORES[r], TARGETS[r])) for r in (slice(0, 1), slice(1, 4))], 25.0),
         ([erred(1, 2), erred(3)], 14 / 3),
         ([timed(False, 4, 1), timed(False, 6, 1)], 5.0),
         ([timed(True, 4, 1), timed(True, 6, 4)], 2.0),
