@@ -25,6 +25,7 @@ struct Windows {
   int64_t in_group() const { return channels / groups; }
   int64_t out_group() const { return out_channels / groups; }
   int64_t area() const { return kernel_y * kernel_x; }
+  bool is_depthwise() const { return groups > 1 && in_group() * out_group() == 1; }
 
   // True if each pixel is in exactly one window.
   bool is_apart() const {

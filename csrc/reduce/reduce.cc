@@ -21,8 +21,7 @@ Kernel* const kernel = choose();
 
 }  // namespace
 
-bool reduce(int dtype, int op, double scale, void* into, const void* const* from, int ranks,
-            size_t count) {
+bool reduce(int dtype, int op, double scale, void* into, const void* const* from, int ranks, size_t count) {
   if (op == FL_AVG) return reduce(dtype, FL_SUM, scale / ranks, into, from, ranks, count);
   return kernel(dtype, op, scale, into, from, ranks, count);
 }

@@ -14,7 +14,6 @@ inline bool is_narrow(int dtype) { return dtype == FL_FLOAT16 || dtype == FL_BFL
 // and are then multiplied by the scale, an integer. min and max propagate NaN like NumPy. and, or and xor are
 // bitwise for integers, logical for bool, and ignore the scale. avg is sum with scale / ranks. `into` may be
 // one of `from`. Returns false if op does not support dtype.
-bool reduce(int dtype, int op, double scale, void* into, const void* const* from, int ranks,
-            size_t count);
+bool reduce(int dtype, int op, double scale, void* into, const void* const* from, int ranks, size_t count);
 
 }  // namespace fl

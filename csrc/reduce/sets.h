@@ -19,8 +19,7 @@
 
 namespace fl {
 
-using Kernel = bool(int dtype, int op, double scale, void* into, const void* const* from, int ranks,
-                    size_t count);
+using Kernel = bool(int dtype, int op, double scale, void* into, const void* const* from, int ranks, size_t count);
 
 namespace baseline {
 Kernel reduce_all;

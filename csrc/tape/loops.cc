@@ -174,8 +174,7 @@ class ManyDimensions final : public Instruction {
 
 }  // namespace
 
-std::unique_ptr<Instruction> group(std::vector<Elementwise> operations,
-                                   const std::vector<intptr_t>& dimensions) {
+std::unique_ptr<Instruction> group(std::vector<Elementwise> operations, const std::vector<intptr_t>& dimensions) {
   const size_t count = dimensions.size();
   if (count > 2) return std::make_unique<ManyDimensions>(operations[0], dimensions);
   if (count == 2) return std::make_unique<Rows>(std::move(operations), dimensions[0], dimensions[1]);

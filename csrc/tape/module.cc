@@ -107,11 +107,9 @@ PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
 }
 
 int traverse_step(PyObject* self, visitproc visit, void* arg) {
-  Step* step = reinterpret_cast<Step*>(self);
+  const Step* step = reinterpret_cast<Step*>(self);
   Py_VISIT(Py_TYPE(self));
-  Py_VISIT(step->slow);
-  Py_VISIT(step->left);
-  Py_VISIT(step->programs);
+  for (PyObject* member : {step->slow, step->left, step->programs}) Py_VISIT(member);
   return 0;
 }
 

@@ -45,8 +45,7 @@ struct Elementwise {
 
 // Return an instruction for operations over the same elements. It runs them strip by strip, so that
 // intermediate results stay in cache. A group of several operations may have at most two dimensions.
-std::unique_ptr<Instruction> group(std::vector<Elementwise> operations,
-                                   const std::vector<intptr_t>& dimensions);
+std::unique_ptr<Instruction> group(std::vector<Elementwise> operations, const std::vector<intptr_t>& dimensions);
 
 // A reduction of `rows` x `columns` with a ufunc's loop, like in NumPy. along_rows: one result per row, else
 // one per column. Results start from the value at `initial`, or from the first element if `initial` is null.
