@@ -91,7 +91,7 @@ static inline Binding *part_for(Binding *binding, int peer) {
   if (inside == NULL || inside->ranks[peer] < 0) return binding;
   return PyList_Size(inside->first) == 0 ? inside : NULL;
 }
-/* Return the number in `part` of rank `peer` of the group whose messages it sends. */
+/* Return the number of the outer group's rank `peer` in `part`, which sends its messages. */
 static inline int number_in(const Binding *part, int peer) {
   return part->ranks == NULL || peer < 0 ? peer : part->ranks[peer];
 }

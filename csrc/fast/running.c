@@ -7,7 +7,8 @@
 #include "../shm/shm.cdef.h"
 
 /* Number of polls (about 3 us) before this thread releases the GIL. It should rarely do so: a release takes
-   so long that the peer, which waits for this rank, would release its GIL too, and so on in later calls. */
+   so long that the peer, which waits for this rank, would release its GIL too, and so on in later calls. There
+   are too few polls to yield the processor (pause_after() in patience.h) while this thread has the GIL. */
 enum { SPINS_WITH_GIL = 100, SPINS_FOR_MESSAGES = 400 };
 enum { SMALL_BYTES = 4096, LARGE_BYTES = 64 << 10 };
 

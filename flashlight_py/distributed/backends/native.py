@@ -266,7 +266,7 @@ class _Withheld(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """Functions of the backend for whose calls ``bind`` returns native functions.
+    """What the native functions of ``bind`` need of their backend: this one, or one on top of it.
 
     Calls of ``threads``, and all calls while ``waiting`` has entries, are left to Python. With
     ``most``, so are receives from any rank, and collectives of memory instead of arrays, that do
@@ -328,7 +328,7 @@ class NativeBackend(Backend):
         functions = [self._address_of(self.ffi.addressof(self.lib, name)) for name in names]
         of_group = self._address_of(group), group, self.rank, self.size
         functions_of_group = fast.bind(
-            *(*of_group, self.timeout, self.packed_bytes, outer[4:]),
+            *(*of_group, self.timeout, self.packed_bytes, (outer.most, outer.inside, outer.ranks)),
             (*functions, *((0,) * 5 if not self.steps else ())),
             (outer.ended, outer.started, self._native_call_site),
             (AllOf, _raise_forked_error, light_work(fast), self._running),
