@@ -92,7 +92,7 @@ def test_waiting_logs_ranks(kind: str, tmp_path: Path, caplog: pytest.LogCapture
         run_on_threads(2, join)
     lines = [record.getMessage() for record in caplog.records if "Still" in record.getMessage()]
     assert 2 <= len(lines) <= 5
-    assert all(line.startswith("Still waiting for ranks 1, 3 (") for line in lines)
+    assert lines[-1].startswith("Still waiting for ranks 1, 3 (")  # earlier, rank 2 may be late
     assert all("rendezvous at " in line for line in lines)
 
 
