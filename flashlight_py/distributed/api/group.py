@@ -1,4 +1,4 @@
-"""``ProcessGroup``: a group whose methods are the verbs."""
+"""``ProcessGroup``: a group with the verbs as methods."""
 
 import functools
 import inspect

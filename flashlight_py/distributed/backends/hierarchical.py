@@ -208,7 +208,7 @@ class HostCalls:
 
 
 def cut_evenly(flat: Any, count: int) -> list[Any]:
-    """Cut ``flat`` into ``count`` consecutive parts, whose lengths differ by at most one."""
+    """Cut ``flat`` into ``count`` consecutive parts. Their lengths differ by at most one."""
     size = len(flat)
     return [flat[size * i // count : size * (i + 1) // count] for i in range(count)]
 
