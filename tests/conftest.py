@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -36,6 +37,8 @@ LONG = ("packaging", "testing", "native", "torch")  # folders
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell lets programs in the background (``nohup make test &``) ignore Ctrl-C. Tests press it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # All processes that tests start, also indirectly, inherit this variable, which identifies them.
     os.environ[leftovers.MARK] = uuid.uuid4().hex
     # Ranks that fail intentionally write no flight records. Tests of flight records enable them.
