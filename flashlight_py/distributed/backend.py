@@ -113,7 +113,7 @@ class Backend(abc.ABC):
         """
 
     def start_many(self, calls: Sequence[Call]) -> Work:
-        """Start ``calls`` as one operation with a list as result. All calls block, or none does."""
+        """Start ``calls`` as one operation. Its result is a list. All calls block, or none."""
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
     def bind(self, journal: Journal) -> EntryPoints:

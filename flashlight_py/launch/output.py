@@ -70,11 +70,11 @@ class RankOutput:
             self._show(source, lines)
 
     def flush_at(self) -> float:
-        """Return the ``time.monotonic`` time of the next ``flush``; infinity if none is needed."""
+        """Return when ``flush`` must be called, in the time of ``time.monotonic``, or infinity."""
         return min(self._due_times().values(), default=math.inf)
 
     def flush(self, now: float = math.inf) -> None:
-        """Show the unfinished lines for which PARTIAL_SECONDS have passed at the time ``now``."""
+        """Show the unfinished lines that began PARTIAL_SECONDS or more before ``now``."""
         for source, due_time in self._due_times().items():
             if due_time <= now:
                 partial_line, self._partial_lines[source] = self._partial_lines[source], b""

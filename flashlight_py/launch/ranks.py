@@ -184,7 +184,7 @@ class RankProcesses:
             self._guard.stdin.write(b"%d\n" % pid)
 
     def _read(self, source: Source) -> bool:
-        """Pass the available output to ``on_output``; return False if there is none."""
+        """Pass available output to ``on_output``. Return False if there is no output."""
         try:
             data = system.read(self._pipes[source], _CHUNK)
         except BlockingIOError:

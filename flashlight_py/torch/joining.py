@@ -1,7 +1,5 @@
 """Creation of process groups in torch's store. torch and this package share one world."""
 
-from __future__ import annotations
-
 import functools
 import secrets
 import time
@@ -40,6 +38,10 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
     the default group). ``params`` is the ``pg_options`` of the user, a dict of
     ``distributed_init``'s parameters. If this process is in a world, this world becomes the default
     group. Otherwise the default group becomes the world.
+
+    Raises:
+        ValueError: If the existing world has another rank or size, or if ``params`` are invalid.
+        RendezvousError, BackendUnavailableError: As in ``distributed_init``.
     """
     rank, size = options.group_rank, options.group_size
     usual = min(options.timeout.total_seconds(), internal.MOST_SECONDS)

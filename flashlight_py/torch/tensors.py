@@ -4,8 +4,6 @@ Native code reads a contiguous tensor as ``(address, dtype code, shape, tensor)`
 (strided, conjugated, or pending results of another collective) are copied. Results are copied back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from ctypes import memmove
 

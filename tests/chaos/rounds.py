@@ -28,8 +28,8 @@ FATES = {
     "interrupt": -signal.SIGINT,
 }
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
-# Seconds within which ranks of one host must detect a lost rank. On an idle machine they need less
-# than 0.3 s; a loaded one delays them. The tables of ``python -m tests.chaos`` show the times.
+# Seconds within which ranks of one host must detect a lost rank, also on a loaded machine. The
+# tables of ``python -m tests.chaos`` show the times.
 SOON = 10.0
 # TIMEOUT in seconds of rounds with a stopped rank, and of other rounds.
 SHORT, LONG = 2.0, 30.0

@@ -25,7 +25,7 @@ def test_killed_rank_is_named(torch_ranks: Any, end_kind: str) -> None:
     for outcome in outcomes:
         words, is_torchs, seconds = outcome["returned"]
         assert "rank 1" in words
-        assert seconds < 2.3
+        assert seconds < 10
         assert is_torchs or end_kind in ("then", "backward"), words
 
 
@@ -44,6 +44,6 @@ def test_groups_have_their_own_timeouts(torch_ranks: Any) -> None:
     for kinds, words, seconds in (of_wait, *of_groups[::2]):
         assert "DistBackendError" in kinds
         assert re.search(r"0.2\)? seconds", words)
-        assert 0.15 < seconds < 2.3
+        assert 0.15 < seconds < 10
     for _, words, _ in of_groups[1::2]:
         assert "group" in words  # the group can no longer be used

@@ -341,10 +341,10 @@ def _pending_calls(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
 def plan_messages(arrays: Sequence[Array], limit: int) -> list[list[Array]]:
     """Return lists of arrays. The arrays of a list are sent as one message.
 
-    All ranks and ``csrc/fast`` compute equal lists. A NumPy array of more than
-    ``limit`` bytes is sent alone. Smaller NumPy arrays of one dtype are sent together, up to ``64 *
-    limit`` bytes. All CuPy arrays of one dtype are sent together. If ``limit`` is negative, each
-    NumPy array is sent alone, and one list has all CuPy arrays.
+    All ranks and ``csrc/fast`` compute equal lists. A NumPy array of more than ``limit`` bytes has
+    a list of its own. Smaller NumPy arrays of one dtype share lists of up to ``64 * limit`` bytes.
+    All CuPy arrays of one dtype share one list. If ``limit`` is negative, each NumPy array has a
+    list of its own, and all CuPy arrays share one.
     """
     messages: list[list[Array]] = []
     latest: dict[tuple[bool, str], tuple[list[Array], int]] = {}

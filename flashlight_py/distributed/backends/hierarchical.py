@@ -480,7 +480,7 @@ class HierarchicalBackend(Backend):
             raise
 
     def guarded(self, doing: str, wait: Callable[[], Any]) -> Any:
-        """Return ``wait()``. If it raises an error that breaks one backend, end the others too."""
+        """Return ``wait()``. If its error breaks one backend, end the other backends too."""
         try:
             return wait()
         except errors.GroupClosedError as error:

@@ -1,4 +1,4 @@
-"""The base class of backends whose calls run in a native library, and its running operations.
+"""The base class of backends that call a native library, and operations that the library runs.
 
 A call is passed to the library as a signature and the addresses of its input and output.
 """
@@ -266,12 +266,12 @@ class _Withheld(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """What the native functions of ``bind`` need of their backend: this one, or one on top of it.
+    """Settings of native functions, from their own backend or from a backend on top of it.
 
-    Calls of ``threads``, and all calls while ``waiting`` has entries, are left to Python. With
-    ``most``, so are receives from any rank, and collectives of memory instead of arrays, that do
-    not block, or that have more bytes than ``most[code]``. The function ``inside`` is from ``bind``
-    of the backend that sends the messages of each rank r with ``ranks[r] >= 0``.
+    Python runs the calls of ``threads``, and all calls while ``waiting`` has entries. If ``most``
+    is given, Python also runs receives from any rank, and collectives that use memory instead of
+    arrays, do not block, or have more bytes than ``most[code]``. Messages with a rank r for which
+    ``ranks[r] >= 0`` use ``inside``, a native function of another backend.
     """
 
     ended: Callable[..., Any]
@@ -685,7 +685,7 @@ def call_site_callback(native: ModuleType) -> Any:
 
 
 def interrupt_callback(native: ModuleType) -> Any:
-    """Return the C function by which a waiting native call lets Python run signal handlers."""
+    """Return a C function. Waiting native calls call it to run Python's signal handlers."""
 
     @native.ffi.def_extern(name="fl_interrupted", error=1, onerror=_store_exception)  # type: ignore[untyped-decorator]
     def interrupted() -> int:

@@ -246,7 +246,7 @@ def name_of_group(ranks: Sequence[int]) -> str:
 
 
 class Journal:
-    """Counts and records the calls of the group ``name``, whose members are ``ranks`` of the world.
+    """Counts and records the calls of the group ``name``, made of the world's ranks ``ranks``.
 
     ``path`` names the transport, as in ``Backend``. ``count[0]`` is the number of collectives that
     this rank has called.
