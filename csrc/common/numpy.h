@@ -22,6 +22,11 @@ struct Release {
 };
 using Owned = std::unique_ptr<PyObject, Release>;
 
+inline Owned share(PyObject* object) {
+  Py_XINCREF(object);
+  return Owned(object);
+}
+
 template <auto function>
 struct Caught;
 template <typename... Args, PyObject* (*function)(Args...)>

@@ -160,8 +160,8 @@ bool take_state(int number, PyObject* state, Task* task) {
 
 bool take_arrays(PyObject* tuple, int states, Task* task) {
   const Py_ssize_t first = PyTuple_Size(tuple) - states;  // position of the first state
-  bool fits = take_param(Owned(Py_XNewRef(PyTuple_GetItem(tuple, first - 2))), task) &&
-              take_grad(Owned(Py_XNewRef(PyTuple_GetItem(tuple, first - 1))), task, false);
+  bool fits = take_param(share(PyTuple_GetItem(tuple, first - 2)), task) &&
+              take_grad(share(PyTuple_GetItem(tuple, first - 1)), task, false);
   for (int i = 0; fits && i < states; ++i) fits = take_state(i, PyTuple_GetItem(tuple, first + i), task);
   return fits;
 }

@@ -51,7 +51,7 @@ void fl_tagi_mixture_relu(const float *mean, const float *variance, float *mean_
 void fl_tagi_mixture_between(const float *mean, const float *variance, float *mean_out, float *variance_out,
                              float *slope_out, size_t size, float share, float shift);
 
-/* Write the sum of each row, or of the squared differences from the row's center unless centers is NULL. */
+/* Write the sum of each row or, if centers is not NULL, of the squared differences from its center. */
 void fl_tagi_row_sums(fl_tagi_rows rows, const float *units, const float *centers, double *sums);
 
 void fl_tagi_standardize(fl_tagi_rows rows, const float *mean, const float *variance,

@@ -12,11 +12,6 @@
 
 namespace fl::tape {
 
-inline Owned share(PyObject* object) {
-  Py_XINCREF(object);
-  return Owned(object);
-}
-
 // Read one field of a description tuple: an object (borrowed), array, address or number.
 inline bool take(PyObject* item, PyObject** field) {
   *field = item;

@@ -242,7 +242,7 @@ def row_sums(units: Array, centers: Array | None = None) -> Array:
     """Return the float64 sum of each row, or of its squared differences from ``centers``."""
     xp, rows = array_module(units), _Rows.of(units)
     if centers is not None:
-        centers = xp.ascontiguousarray(xp.broadcast_to(centers.astype(REAL), units.shape[:2]))
+        centers = xp.broadcast_to(centers.astype(REAL), units.shape[:2])
     if rows is None:
         if centers is None:
             sums: Array = units.sum(axis=2)
@@ -251,7 +251,8 @@ def row_sums(units: Array, centers: Array | None = None) -> Array:
             sums = xp.einsum("bfp,bfp->bf", units, units)
         return sums.astype(np.float64)
     sums = np.empty(units.shape[:2])
-    rows.call("row_sums", rows.lead, centers, sums)
+    used = None if centers is None else np.ascontiguousarray(centers)
+    rows.call("row_sums", rows.lead, used, sums)
     return sums
 
 
