@@ -1,5 +1,5 @@
-// NumPy's C API, owned references, and a wrapper of functions that may run out of memory. One file of an
-// extension defines FL_MODULE first: it contains NumPy's table of functions, and must call import_array().
+// NumPy's C API, owned references, and a wrapper of functions that may run out of memory. In each extension, one
+// file defines FL_MODULE first. This file contains NumPy's table of functions and must call import_array().
 #pragma once
 
 #define PY_SSIZE_T_CLEAN

@@ -12,8 +12,8 @@ struct Patience {
 };
 
 // Pause after poll number `count`, from 0. The first polls have no pause: answers usually arrive within some
-// 100 ns, and one pause can take half of that time. Later ones sometimes let another thread run, because the
-// awaited rank may need this processor: other processes can make a host busy that has a processor for each rank.
+// 100 ns, and one pause can take half of that time. Later ones sometimes let another thread run: the awaited rank
+// may need this processor, because other processes may use the other processors.
 inline void pause_after(int count) {
   constexpr int kAtOnce = sized(32, 0), kAlone = sized(256, 0), kBetweenYields = 32;
   if (count < kAtOnce) return;

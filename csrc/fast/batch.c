@@ -204,7 +204,7 @@ PyObject *native_apart(PyObject *self, PyObject *const *args, Binding *const *pa
   int is_ready = entered >= 0 && allocate(&all, 2);
   for (int i = 0; is_ready && i < 2; ++i) is_ready = add_message(parts[i], &all, args[2 * i], &calls[i], site);
   if (is_ready) {
-    for (int i = 0; i < 2; ++i) all.ops[i].id = entry.id;
+    for (int i = 0; i < 2; ++i) all.ops[i].verb = FL_SENDRECV; /* errors name this verb; ended() records them */
     begin_all(&all);
     work = work_of(self, &all);
   }

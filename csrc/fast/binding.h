@@ -83,7 +83,7 @@ static inline Binding *binding_of(PyObject *self) {
 static inline int runs_here(const Binding *binding, int verb, int64_t bytes) {
   return binding->most == NULL || bytes <= binding->most[verb];
 }
-/* Return the group that sends messages of `peer` (-1: any rank); NULL: Python handles them. */
+/* Return the group for messages to or from `peer` (-1: any rank); NULL: Python handles them. */
 static inline Binding *part_for(Binding *binding, int peer) {
   Binding *inside = binding->inside;
   if (binding->most == NULL) return binding;
@@ -91,7 +91,7 @@ static inline Binding *part_for(Binding *binding, int peer) {
   if (inside == NULL || inside->ranks[peer] < 0) return binding;
   return PyList_Size(inside->first) == 0 ? inside : NULL;
 }
-/* Return the number of the outer group's rank `peer` in `part`, which sends its messages. */
+/* Return the rank in `part` of the outer group's rank `peer` (-1: any rank). */
 static inline int number_in(const Binding *part, int peer) {
   return part->ranks == NULL || peer < 0 ? peer : part->ranks[peer];
 }

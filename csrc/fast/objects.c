@@ -262,7 +262,7 @@ static plain_call call_of(const object_call *call) {
   s->ndim = 1;
   s->count = s->shape[0] = bytes_of(call->sent) / (call->verb == FL_SCATTER_OBJECT ? call->binding->size : 1);
   step.data = data_of(call->sent);
-  /* Without data, all ranks fetch() the result of another call: see gather_small in backends/native.py. */
+  /* Withhold large data, like gather_small in backends/native.py. Then fetch() gathers the data of all ranks. */
   if (call->verb == FL_ALL_GATHER_OBJECT && !runs_here(call->binding, FL_ALL_GATHER, s->count)) s->count = 0;
   return step;
 }

@@ -187,7 +187,8 @@ static int hand_over(work_object *work) {
   return work->python != NULL;
 }
 
-/* Return a failure that has ended an operation of another group than `part`, or FL_PENDING. */
+/* Return a failure that has ended an operation of another group than `part`, or FL_PENDING. After a mismatch, the
+   group and the other operations go on. */
 static fl_status failure_outside(const work_object *work, const Binding *part) {
   for (int i = 0; work->binding->inside != NULL && i < ops_of(work); ++i) {
     const started_op *one = &work->ops[i];

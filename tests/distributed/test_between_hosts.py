@@ -307,3 +307,4 @@ def test_messages_over_two_hosts_name_a_killed_rank(fn: Any, args: Any, tmp_path
     world = {"env": hosts_by_letter("aabb"), "params": {"TIMEOUT": 10}}
     for text in run_survivors(fn, 4, 1, tmp_path, *args, **world):
         assert "lost rank 1" in text
+        assert args != ("sendrecv",) or text.startswith("[sendrecv]"), text

@@ -33,7 +33,7 @@ from flashlight_py.distributed.calls import combining
 from flashlight_py.distributed.calls.arrays import as_bytes, check_out_rows, row_bytes
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.calls.combining import factors, split_rows
-from flashlight_py.distributed.calls.journal import NATIVE, Journal, called_at, caller
+from flashlight_py.distributed.calls.journal import NATIVE, OBJECTS, Journal, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import names
@@ -322,7 +322,7 @@ class HierarchicalBackend(Backend):
         result = self._guarded_or_end(NATIVE[verb].name, ended)
         if type(result) is not list:
             return result
-        part_of = "" if verb == codes.ALL_GATHER else NATIVE[verb].name
+        part_of = NATIVE[verb].name if NATIVE[verb] in OBJECTS else ""
         large = Call(ALL_GATHER, x, out=out, part_of=part_of)
         run = partial(self._calls.all_gather, large, result)
         try:

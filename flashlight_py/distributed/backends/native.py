@@ -266,12 +266,13 @@ class _Withheld(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """Settings of native functions, from their own backend or from a backend on top of it.
+    """Arguments of native functions, from their own backend or from a backend on top of it.
 
-    Python runs the calls of ``threads``, and all calls while ``waiting`` has entries. If ``most``
-    is given, Python also runs receives from any rank, and collectives that use memory instead of
-    arrays, do not block, or have more bytes than ``most[code]``. Messages with a rank r for which
-    ``ranks[r] >= 0`` use ``inside``, a native function of another backend.
+    Python handles the calls of ``threads``, and all calls while ``waiting`` has entries. A backend
+    over several hosts passes ``most`` for all ranks. Then Python also handles receives from any
+    rank, started receives that are ``partial``, and collectives that are started, use memory
+    instead of arrays, or have more bytes than ``most[code]``. ``inside`` is a native function of
+    the backend of this host's ranks. That backend gets ``ranks``: its number of each rank, or -1.
     """
 
     ended: Callable[..., Any]
