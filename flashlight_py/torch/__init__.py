@@ -11,7 +11,7 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["monitored_barrier", "register"]
+__all__ = ["create_group", "monitored_barrier", "register"]
 
 NAME = "flashlight"
 
@@ -27,9 +27,19 @@ def register() -> None:
         if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
             dist.register_rendezvous_handler(NAME, _rendezvous)
+            run_untraced(_create.__code__)
     except Exception as error:  # noqa: BLE001 (future versions of torch)
         why = f"{type(error).__name__}: {error}"
         warnings.warn(f"torch does not take the backend {NAME!r}: {why}", RuntimeWarning)
+
+
+def run_untraced(code: Any) -> None:
+    """Make torch.compile run ``code``, and functions that it calls, without tracing them."""
+    from torch._C._dynamo import eval_frame
+
+    if hasattr(eval_frame, "set_code_exec_strategy"):  # torch 2.6 lacks it
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
 
 
 def _create(options: Any, params: Any) -> Any:
@@ -43,6 +53,22 @@ def _rendezvous(*args: Any, **kwargs: Any) -> Any:
     from flashlight_py.torch import joining
 
     return joining.world_rendezvous()
+
+
+def create_group(store: Any, rank: int, size: int, timeout: timedelta | float = 300.0) -> Any:
+    """Return a new process group of ``size`` ranks that meet in ``store``. Collective, blocking.
+
+    The group needs no default group of torch and is independent of it. ``timeout`` (seconds or a
+    timedelta) limits each operation. ``shutdown()`` ends the group; then its ranks can create
+    another one, with any number of ranks, in a new ``torch.distributed.PrefixStore``.
+
+    Raises:
+        RendezvousError: If a rank does not call in time, or the store does not answer.
+        ValueError: If ``timeout`` is not positive.
+    """
+    from flashlight_py.torch import joining
+
+    return joining.create_group(store, rank, size, timeout)
 
 
 def monitored_barrier(

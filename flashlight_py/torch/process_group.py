@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -17,13 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
+from torch._C._profiler import _RecordFunctionFast
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import profiler
+from torch.autograd.graph import increment_version
 from torch.distributed.distributed_c10d import _world
 
 from flashlight_py import distributed as fl
 from flashlight_py.distributed import P2POp, ProcessGroup, Work, internal
 from flashlight_py.distributed.internal import verbs as v
 from flashlight_py.errors import DistributedError
-from flashlight_py.torch.tensors import CODES, DeviceError, copy, native_tensor, one_piece, room_for
+from flashlight_py.torch.tensors import CODES, DeviceError, copy, fill, native_tensor, one_piece, room_for
 from flashlight_py.torch.work import Ended, Futures, TensorWork, as_torchs, ends_soon, untraced
 
 NAME = "flashlight"  # backend name in torch
@@ -47,6 +52,7 @@ _WAIT_AT_ONCE = {inspect.unwrap(function).__code__ for function in (dist.send, d
 # DDP's C++ code, called from here, requests the future of a Work immediately.
 _BACKWARD = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 _BLOCKING = SimpleNamespace(asyncOp=False)
+_NO_EVENT = nullcontext()
 Tensors = Sequence[torch.Tensor]
 
 # Method names before torch 2.12, which newer versions also have.
@@ -59,19 +65,35 @@ _OLD_NAMES = {
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
 }
 
+# Keywords in torch -> here. A method with a parameter of the keyword's name keeps the keyword.
+_KEYWORDS = {
+    **{"tensor": "tensors", "root": "opts", "op": "opts", "dstRank": "dst", "srcRank": "src"},
+    **{"input_split_sizes": "sent", "output_split_sizes": "received"},
+    **{"inputTensor": "input", "outputTensor": "output", "timeout": "opts"},
+    **dict.fromkeys(("input", "input_tensor", "input_tensors", "input_list"), "inputs"),
+    **dict.fromkeys(("output", "output_tensor", "output_tensors", "output_lists"), "outputs"),
+}
+
 Method = Callable[..., Any]
 
 
 def _in_torchs_terms(method: Method, name: str) -> Method:
-    """Make ``method`` raise torch's errors. For tensors not on the CPU, call another backend."""
+    """Make ``method`` raise torch's errors, and accept torch's keywords.
+
+    For tensors not on the CPU, call another backend. Tensors without data remain unchanged.
+    """
+    names = method.__code__.co_varnames[: method.__code__.co_argcount]
 
     @functools.wraps(method)
     def called(self: FlashlightGroup, *args: Any, **options: Any) -> Any:
+        given = {key if key in names else _KEYWORDS.get(key, key): options[key] for key in options}
         try:
-            return method(self, *args, **options)
+            return method(self, *args, **given)
         except DistributedError as error:
             raise as_torchs(error) from None
         except DeviceError as error:
+            if error.device.type == "meta":
+                return self._done
             if (other := self._backend_of(error.device)) is None:
                 raise
         return getattr(other, name)(*args, **options)
@@ -144,6 +166,13 @@ def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
     return (_OF_BOOL.get(name, name) if dtype is torch.bool else name), scale
 
 
+def _event(verb: v.Verb, x: torch.Tensor | None) -> Any:
+    """Return a context that torch's profiler shows as an event with the shape of ``x``."""
+    if not profiler._is_profiler_enabled:
+        return _NO_EVENT
+    return _RecordFunctionFast(f"{NAME}:{verb}", [] if x is None else [x])
+
+
 @_of_torch
 class FlashlightGroup(dist.ProcessGroup):
     """The ranks of ``group`` as a process group of torch.
@@ -167,8 +196,10 @@ class FlashlightGroup(dist.ProcessGroup):
 
     # One tensor ---------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Any = None, opts: Any = None, *timeout: Any, **named: Any) -> Any:
         """Reduce with few steps in Python if possible, which takes half the time of ``_do``."""
+        if named or profiler._is_profiler_enabled:
+            return self._allreduce(**{"tensors": tensors, "opts": opts, **named})
         is_plain = type(opts) is _OPTIONS and len(tensors) == 1 and self._coalesced is None
         x = native_tensor(tensors[0]) if is_plain else None
         if x is None:
@@ -182,17 +213,41 @@ class FlashlightGroup(dist.ProcessGroup):
                 return self._done
             caller = sys._getframe().f_back
             is_of_ddp = caller is not None and caller.f_code is _BACKWARD
-            if not (is_of_ddp and ends_soon(work, tensors)):
+            # torch's FP16_COMPRESS hook, in C++, needs a future that TensorWork cannot create.
+            is_half = x[3].dtype is torch.float16
+            if not (is_of_ddp and (is_half or ends_soon(work, tensors))):
                 return TensorWork(work, tensors, self._futures)
             work.wait()
         except DistributedError as error:
             raise as_torchs(error) from None
         # fork() returns an ended future of C++. With a TensorWork, a step of DDP takes 30 us more.
-        return _distributed_c10d._create_work_from_future(torch._C.fork(tensors.__getitem__, 0))
+        return _distributed_c10d._create_work_from_future(torch._C.fork(list, tensors))
 
     @functools.partial(_in_torchs_terms, name="allreduce")
-    def _allreduce(self, tensors: Any, opts: Any) -> dist.Work:
-        return self._do(opts, v.ALL_REDUCE, _only(tensors))
+    def _allreduce(self, tensors: Any, opts: Any, timeout: Any = None) -> dist.Work:
+        reduction, x = _SUM if opts is None else opts, _only(tensors)
+        reduce = self._sum_sparse if x.layout is torch.sparse_coo else self._do
+        return reduce(opts, v.ALL_REDUCE, x, reduction=reduction)
+
+    def _sum_sparse(self, opts: Any, verb: v.Verb, x: torch.Tensor, reduction: Any) -> dist.Work:
+        """Gather the indices and values of all ranks, and add values of equal indices."""
+        is_async, name = getattr(opts, "asyncOp", True), _OPS[hash(getattr(opts, "reduceOp", reduction))]
+        with internal.reject_together(self.ours, verb):
+            if name != "sum":
+                raise ValueError(f"{verb}: expected op SUM of a sparse tensor, got {name}. Pass x.to_dense()")
+            mine = x.detach().coalesce()
+        # Ranks first compare the shapes of x, encoded as the shape of an empty array.
+        fl.all_gather(torch.empty((0, *x.shape), dtype=torch.uint8, device="cpu"), group=self.ours)
+        parts = mine.indices().t().contiguous(), mine.values()
+        works = [fl.all_gather(part, group=self.ours, async_op=True) for part in parts]
+
+        def finish() -> None:
+            indices, values = (work.wait() for work in works)
+            with torch.no_grad():
+                x.copy_(torch.sparse_coo_tensor(indices.t(), values, x.shape).coalesce())
+
+        work = _then(internal.AllOf(works), is_async, finish)
+        return TensorWork(work, [x], self._futures) if is_async else self._done
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
         return self._do(opts, v.BROADCAST, _only(tensors), peer=_root(opts))
@@ -359,18 +414,21 @@ class FlashlightGroup(dist.ProcessGroup):
         source = None if x is None else native_tensor(x, shapes[0])
         room = None if out is None else native_tensor(out, shapes[1])
         work: Any = NotImplemented
-        if (source is None) == (x is None) and (room is None) == (out is None):
-            native = self.ours.fast.collective
-            work = native(verb.code, source, room, op_or_rows, scale, peer, tag, is_async)
-        if work is NotImplemented:
-            options = {"op": op, "scale": scale, "root": peer, "rows": rows, "async_op": is_async}
-            work = self._packed(verb, x, out, shapes, options, tag)
-        elif rows is not None and not is_async and work is not room:
-            numbers = len(work), self.ours.rank, self.ours.size
-            internal.call_arrays.check_out_rows(verb.name, room, *numbers)
+        with _event(verb, x):
+            if (source is None) == (x is None) and (room is None) == (out is None):
+                native = self.ours.fast.collective
+                work = native(verb.code, source, room, op_or_rows, scale, peer, tag, is_async)
+            if work is NotImplemented:
+                call = {"op": op, "scale": scale, "root": peer, "rows": rows, "async_op": is_async}
+                work = self._packed(verb, x, out, shapes, call, tag)
+            elif rows is not None and not is_async and work is not room:
+                numbers = len(work), self.ours.rank, self.ours.size
+                internal.call_arrays.check_out_rows(verb.name, room, *numbers)
         if is_async and before is not None:
             work = internal.AllOf([before, work])
         result: Any = x if out is None else out
+        if parts or out is not None:
+            increment_version(parts or [result])  # a backward pass must not use the old values
         if parts:
             work = _then(work, is_async, lambda: copy(result, parts, back=True))
         if not is_async:
@@ -385,9 +443,7 @@ class FlashlightGroup(dist.ProcessGroup):
     ) -> Any:  # fmt: skip
         """Run ``verb`` with contiguous copies. If native code does not support it, use Python."""
         ours, peer, is_async = self.ours, call["root"], call["async_op"]
-        for tensor in (x, out):
-            if tensor is not None and self._backend_of(tensor.device) is not None:
-                raise DeviceError(tensor.device)
+        self._require_device(x, out)
         kind: Any = verb.name
         begun = [P2POp(kind, x, peer, tag)] if verb.is_message else [internal.COLLECTIVE]
         with internal.reject_together(ours, verb, begun):
@@ -423,7 +479,7 @@ class FlashlightGroup(dist.ProcessGroup):
         if filled.data_ptr() == target.data_ptr():
             return work
         seen = filled.view(target.dtype).view(target.shape)
-        return _then(work, is_async, lambda: target.detach().copy_(seen))
+        return _then(work, is_async, lambda: fill(target, seen))
 
     def _do_each(self, method: Method, outputs: Iterable[Any], inputs: Any, opts: Any) -> dist.Work:
         works = [method(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
@@ -444,16 +500,22 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def _joined(self, verb: v.Verb, alike: Tensors, tensors: Tensors) -> torch.Tensor:
         """Return ``room_for(alike, tensors)``. If it raises, the other ranks raise as well."""
-        for tensor in alike:
-            if not tensor.is_cpu and self._backend_of(tensor.device) is not None:
-                raise DeviceError(tensor.device)
+        self._require_device(*alike)
         with internal.reject_together(self.ours, verb):
             return room_for(alike, tensors)
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def _require_device(self, *tensors: torch.Tensor | None) -> None:
+        """Raise DeviceError if a tensor has no data, or if another backend sends it."""
+        for x in tensors:
+            if x is not None and (x.is_meta or isinstance(x, FakeTensor)):
+                raise DeviceError(torch.device("meta"))
+            if x is not None and self._backend_of(x.device) is not None:
+                raise DeviceError(x.device)
+
+    def _start_coalescing(self, device_type: torch.device) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
+    def _end_coalescing(self, device_type: torch.device) -> dist.Work:
         works, self._coalesced = self._coalesced or [], None
         return TensorWork(internal.AllOf(works), (), self._futures)
 
@@ -462,10 +524,12 @@ class FlashlightGroup(dist.ProcessGroup):
         limit = getattr(opts, "timeout", None) if timeout is None else timeout
         seconds = limit.total_seconds() if limit and limit > timedelta(0) else None
         work: Any = NotImplemented
-        if seconds is None:
-            work = native(v.BARRIER.code, None, None, None, None, 0, 0, is_async)
-        if work is NotImplemented:
-            work = self.ours.run(internal.Call(v.BARRIER, seconds=seconds, blocking=not is_async))
+        with _event(v.BARRIER, None):
+            if seconds is None:
+                work = native(v.BARRIER.code, None, None, None, None, 0, 0, is_async)
+            if work is NotImplemented:
+                call = internal.Call(v.BARRIER, seconds=seconds, blocking=not is_async)
+                work = self.ours.run(call)
         return TensorWork(work, (), self._futures) if is_async else self._done
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -552,6 +616,10 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing. Every call has a number already."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return the number of collectives that this rank has called in the group."""
+        return int(self.ours.journal.count[0])
 
     def shutdown(self) -> None:
         """End the group. Not collective."""

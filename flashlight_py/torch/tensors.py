@@ -98,9 +98,15 @@ def copy(joined: torch.Tensor, tensors: Sequence[torch.Tensor], back: bool) -> N
     for tensor in tensors:
         count, nbytes = tensor.numel(), tensor.nbytes
         if native_tensor(tensor) is None:
-            source, part = tensor.detach(), joined[start : start + count].view(tensor.shape)
-            source.copy_(part) if back else part.copy_(source)
+            part = joined[start : start + count].view(tensor.shape)
+            fill(tensor, part) if back else part.copy_(tensor.detach())
         else:  # memmove, because copy_ and views take 15 us, more than most copies
             address = tensor.data_ptr()
             memmove(address, pointer, nbytes) if back else memmove(pointer, address, nbytes)
         start, pointer = start + count, pointer + nbytes
+
+
+def fill(tensor: torch.Tensor, result: torch.Tensor) -> None:
+    """Copy ``result``, of the same shape, to ``tensor``, which may be expanded (``x.expand(4)``)."""
+    first = [slice(1) if stride == 0 else slice(None) for stride in tensor.stride()]
+    tensor.detach()[first].copy_(result[first])

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from sys import is_finalizing
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from flashlight_py.distributed import Work
 from flashlight_py.distributed.internal import Then, initialize
 from flashlight_py.errors import DistributedError
+from flashlight_py.torch import run_untraced
 
 # Seconds that the thread of Futures waits for one operation before it checks the others.
 _LOOK_SECONDS = 0.005
@@ -43,19 +44,15 @@ def as_torchs(error: DistributedError) -> Exception:
 
 def untraced(cls: type[Any]) -> type[Any]:
     """Make torch.compile run the functions of ``cls`` untraced. torch 2.13 fails to trace them."""
-    dynamo = torch._C._dynamo.eval_frame
-    if hasattr(dynamo, "set_code_exec_strategy"):  # torch 2.6 lacks it
-        skip = dynamo._FrameAction.SKIP
-        strategy = dynamo._FrameExecStrategy(skip, skip)  # of this frame, and of frames it calls
-        for member in vars(cls).values():
-            if code := getattr(getattr(member, "fget", member), "__code__", None):
-                dynamo.set_code_exec_strategy(code, strategy)
+    for member in vars(cls).values():
+        if code := getattr(getattr(member, "fget", member), "__code__", None):
+            run_untraced(code)
     return cls
 
 
 def ends_soon(work: Work, tensors: Sequence[torch.Tensor]) -> bool:
     """Poll ``work``, for at most ``_MOMENT`` if its ``tensors`` are small. True: it has ended."""
-    nbytes = sum([tensor.nbytes for tensor in tensors])
+    nbytes = sum([tensor.numel() * tensor.itemsize for tensor in tensors])  # also if sparse
     end = time.monotonic() + (nbytes <= _SMALL_BYTES) * _MOMENT
     while not work.is_completed():
         if time.monotonic() > end:
@@ -91,9 +88,10 @@ class TensorWork(dist.Work):
 
     synchronize = wait
 
-    def __del__(self) -> None:
+    def __del__(self, at_exit: Callable[[], bool] = is_finalizing) -> None:
         """Copy the result to the tensors in the background, if no call has waited for it."""
-        if isinstance(self.work, Then) and not self.work.is_settled and not is_finalizing():
+        # At exit, the globals of this module may be None.
+        if not at_exit() and isinstance(self.work, Then) and not self.work.is_settled:
             with suppress(RuntimeError):  # Python 3.12 starts no threads at exit
                 kept = TensorWork(self.work, self.tensors, self._futures)
                 self._futures.add(kept, torch.futures.Future())

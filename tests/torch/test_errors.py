@@ -47,3 +47,14 @@ def test_groups_have_their_own_timeouts(torch_ranks: Any) -> None:
         assert 0.15 < seconds < 10
     for _, words, _ in of_groups[1::2]:
         assert "group" in words  # the group can no longer be used
+
+
+def test_methods_take_torchs_keywords(torch_ranks: Any) -> None:
+    assert torch_ranks("errors.signatures", 1) == [[]]
+
+
+def test_profiler_shows_collectives(torch_ranks: Any) -> None:
+    verbs = "all_reduce", "all_reduce", "broadcast", "all_gather", "barrier"
+    shapes = [[4, 2]], [[4, 2]], [[4]], [[4, 2]], []
+    expected = [[f"flashlight:{verb}", shape] for verb, shape in zip(verbs, shapes, strict=True)]
+    assert torch_ranks("errors.profiled", 2) == [expected] * 2

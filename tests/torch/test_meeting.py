@@ -48,7 +48,7 @@ def test_ranks_may_exit_without_destroy(torch_ranks: Any) -> None:
 
 
 FAST = [
-    *("ddp_views", "ddp_join", "ddp_float16", "compiled"),
+    *("ddp_views", "ddp_join", "ddp_float16", "compiled", "sparse", "odd_tensors"),
     *("zero", "fsdp", "in_place", "messages", "chained"),
 ]
 SLOW = [

@@ -12,7 +12,6 @@ from harness.environments import ROOT
 from tests.torch.conftest import interpreter
 
 WORDS = "asks for the words of gloo's own errors; ours name the ranks that are missing as well"
-SPARSE = "sums sparse tensors, which are refused"
 # Tests that do not pass, and the reasons.
 LISTED = {
     "test_monitored_barrier_failure_order": WORDS,
@@ -20,7 +19,6 @@ LISTED = {
     "test_monitored_barrier_gloo_rank_0_timeout": WORDS,
     "test_monitored_barrier_gloo_subgroup": WORDS,
     "test_monitored_barrier_wait_all_ranks": WORDS,
-    "test_sparse_all_reduce_sum": SPARSE,
 }
 
 

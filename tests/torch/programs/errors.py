@@ -1,6 +1,8 @@
 """What goes wrong between ranks, and what they are told."""
 
+import inspect
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -203,3 +205,36 @@ def timeouts(rank: int, size: int) -> list[Any]:
     assert x.tolist() == [size] * 4
     dist.barrier()
     return results
+
+
+def signatures(rank: int, size: int) -> list[str]:
+    """Return the methods whose keywords, or their order, differ from dist.ProcessGroup's."""
+    from flashlight_py.torch.process_group import _KEYWORDS, FlashlightGroup
+
+    wrong = []
+    for name in dir(dist.ProcessGroup):
+        text, method = str(getattr(dist.ProcessGroup, name).__doc__), vars(FlashlightGroup).get(name)
+        for arguments in re.findall(rf"(?m)^(?:\d\. )?{name}\(self: [^,)]*(?:, )?(.*)\) ->", text):
+            if name == "__init__" or method is None:
+                continue
+            names = list(inspect.signature(method).parameters)[1:]
+            keywords = [key for key in re.findall(r"(?:^|, )(\w+): ", arguments) if "arg" not in key]
+            given = [key if key in names else _KEYWORDS.get(key, key) for key in keywords]
+            if name != "barrier" and given != names[: len(given)]:
+                wrong.append(f"{name}({arguments}): {names}")
+    return wrong
+
+
+def profiled(rank: int, size: int) -> list[Any]:
+    """Return the events that torch's profiler shows, with the shapes of their tensors."""
+    dist.init_process_group("flashlight")
+    x, group = torch.ones(4, 2), dist.group.WORLD
+    with torch.profiler.profile(record_shapes=True) as recorded:
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+        dist.broadcast(x[:, 0], 0)
+        dist.all_gather([torch.empty(4, 2) for _ in range(size)], x)
+        group.barrier().wait()
+    events = [event for event in recorded.events() if event.name.startswith("flashlight")]
+    assert group._get_sequence_number_for_group() == 5
+    return [[event.name, event.input_shapes] for event in events]

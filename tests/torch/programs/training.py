@@ -12,6 +12,7 @@ import torch._dynamo  # DistributedDataParallel imports it, which takes seconds
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import flashlight_py as fl
+from tests.torch.programs.compiled import compiled
 
 Result = dict[str, torch.Tensor]
 
@@ -198,26 +200,42 @@ def functional(rank: int) -> Result:
     return {str(number): torch.as_tensor(value) + 0 for number, value in enumerate(eager)}
 
 
-def compiled(rank: int) -> Result:
-    """Compile training steps, and collectives at which Dynamo breaks the graph."""
-    size, hooked = dist.get_world_size(), DDP(_net(_plain))
-    results = _trained(torch.compile(DDP(_net(_plain)), backend="eager"), rank)
-    hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    results |= {"hooked": [*_trained(torch.compile(hooked, backend="eager"), rank).values()][-1]}
+def sparse(rank: int) -> Result:
+    """Sum sparse tensors, also gradients of an embedding."""
+    results = {}
+    for number, is_async in enumerate((False, True)):
+        indices = [[rank, 5, rank]] if rank != number else torch.empty(1, 0, dtype=torch.int64)
+        values = torch.ones(0 if rank == number else 3, 2) * (rank + 1)
+        x = torch.sparse_coo_tensor(indices, values, (8, 2))
+        work = dist.all_reduce(x, async_op=is_async)
+        if work is not None:
+            work.wait()
+        results[f"sum {is_async}"] = x.to_dense()
+    model = DDP(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)))
+    for _ in range(2):
+        model(torch.tensor([[1, 2], [rank, 4]])).sum().backward()
+    return results | {"gradient": model.module[0].weight.grad.to_dense()}
 
-    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        dist.all_reduce(x, async_op=True).wait()
-        y = dist.all_reduce(x * 2, async_op=True).get_future().wait()[0] + rank
-        parts, moved = [torch.empty_like(x) for _ in range(size)], torch.empty_like(x)
-        dist.gather(y, parts if rank == 0 else None, 0)
-        dist.scatter(moved, parts if rank == 0 else None, 0)
-        dist.reduce(y, 1)
-        dist.broadcast(y, 1)
-        dist.all_to_all(parts, [y + rank] * size)
-        return x + 1, y * 2, moved, torch.cat(parts)
 
-    values = torch.compile(step, backend="eager")(torch.arange(4.0) + rank)
-    return results | {str(number): value for number, value in enumerate(values)}
+def odd_tensors(rank: int) -> Result:
+    """Write to expanded tensors, and use tensors without data. The version of a result changes."""
+    one = [torch.full((1,), rank + 3.0).expand(4) for _ in range(2)]
+    dist.all_reduce(one[0])
+    dist.broadcast(one[1], 1)
+    x, y = torch.ones(4), torch.zeros(4 * dist.get_world_size())
+    dist.all_reduce(x)
+    dist.all_gather_into_tensor(y, x)
+    dist.reduce_scatter_tensor(x, y)
+    for make in (FakeTensorMode, lambda: torch.device("meta")):
+        with make():
+            a, b = torch.ones(4), torch.ones(4 * dist.get_world_size())
+            works = [dist.all_reduce(a, async_op=True), dist.broadcast(a, 0, async_op=True)]
+            works += [dist.all_gather_into_tensor(b, a, async_op=True)]
+            dist.all_to_all_single(b, b)
+            dist.all_gather(list(b.chunk(dist.get_world_size())), a)
+            assert all(work.wait() for work in works)
+    versions = torch.tensor([x._version > 0, y._version > 0])
+    return {"expanded": torch.stack(one), "versions": versions}
 
 
 def differentiated(rank: int) -> Result:
@@ -354,7 +372,8 @@ ALL: dict[str, Callable[[int], Result]] = {
     for one in (
         *(ddp_views, ddp_join, ddp_float16),
         *(ddp_power_sgd, sync_batch_norm, zero, fsdp, fsdp_bfloat16, hybrid, dtensor, checkpoint),
-        *(functional, compiled, differentiated, pipeline, messages, chained, in_place),
+        *(functional, compiled, sparse, odd_tensors, differentiated, pipeline, messages, chained),
+        in_place,
     )
 }
 
