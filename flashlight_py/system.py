@@ -5,8 +5,6 @@ so that tests/simulation can replace them by simulated hosts, networks and clock
 as ``spawn``, flrun's main thread and code for files, uses the standard library.
 """
 
-from __future__ import annotations
-
 import array
 import os
 import select as _select

@@ -5,8 +5,6 @@ runs a kernel as one instruction. If there is no kernel, callers use array opera
 kernel for CuPy arrays, for dtypes other than float32 and float64, and without native code.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Enumerations and keys of the distributed module, with the names and values of flashlight."""
 
-from __future__ import annotations
-
 import enum
 from typing import Literal, TypeAlias
 

@@ -1,7 +1,5 @@
 """Internal names for code outside ``distributed/``, which imports only these and public names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from flashlight_py.distributed.backends.nccl.library import GraphLauncher
 
 
-def graph_launcher(graph: Any, targets: Sequence[Any]) -> GraphLauncher:
+def graph_launcher(graph: Any, targets: Sequence[Any]) -> "GraphLauncher":
     """Return a ``GraphLauncher``. The delayed import saves time in programs without GPUs."""
     from flashlight_py.distributed.backends.nccl.library import GraphLauncher
 

@@ -6,8 +6,6 @@ different first dimensions. All code that handles every verb reads this table: a
 ``combining.py`` defines the results.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal

@@ -1,7 +1,5 @@
 """A pending operation (``Work``), and classes of operations that need no backend."""
 
-from __future__ import annotations
-
 import abc
 import threading
 import time

@@ -5,8 +5,6 @@ ValueError is raised if a dimension does not exist or occurs twice. Reductions r
 With ``keepdims`` the reduced dimensions stay, with size 1.
 """
 
-from __future__ import annotations
-
 import builtins
 import math
 import string

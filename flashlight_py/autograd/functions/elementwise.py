@@ -5,8 +5,6 @@ array or a number. A number takes the dtype of the variable. Shapes that do not 
 ValueError.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

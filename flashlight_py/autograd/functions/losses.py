@@ -4,8 +4,6 @@
 sample. float16 is computed in float32.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

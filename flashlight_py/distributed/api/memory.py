@@ -1,7 +1,5 @@
 """Arrays in shared memory of the ranks of a host."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -261,7 +259,7 @@ def _raise_first(store: Store, problems: list[str], failure: Exception | None) -
         )
 
 
-def hosts_of(group: ProcessGroup) -> list[list[int]]:
+def hosts_of(group: "ProcessGroup") -> list[list[int]]:
     """Return the ranks of ``group`` that share memory with each other, one list for each host.
 
     If the backend uses only a network, each rank is treated as a host.
@@ -270,11 +268,11 @@ def hosts_of(group: ProcessGroup) -> list[list[int]]:
     return [list(host) for host in hosts]
 
 
-def store_of(group: ProcessGroup) -> BackendStore:
+def store_of(group: "ProcessGroup") -> BackendStore:
     return BackendStore(group.backend(), "shared_empty")
 
 
-def wait_for_ranks(group: ProcessGroup, doing: str) -> None:
+def wait_for_ranks(group: "ProcessGroup", doing: str) -> None:
     """Wait for all ranks of ``group``. Collective. ``doing`` names the operation in ``COMPOSED``.
 
     Afterwards ranks see earlier writes of other ranks to shared memory. Raises DistributedError
@@ -296,7 +294,7 @@ def add_up(arrays: Sequence[Array], scale: float, out: Array) -> Array:
     return out
 
 
-def map_zeros(group: ProcessGroup, nbytes: int, purpose: str, unwritten: int = 0) -> Array:
+def map_zeros(group: "ProcessGroup", nbytes: int, purpose: str, unwritten: int = 0) -> Array:
     """Return ``nbytes`` zeros (uint8) that all ranks of ``group`` map. Collective, blocking.
 
     Unwritten pages use no memory, and the memory is freed after its last use. The ranks must be

@@ -4,8 +4,6 @@ The native code is in csrc/gloo. A blocking operation runs on the caller's threa
 operations run on threads of the backend: collectives one after another, messages in parallel.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from base64 import b64decode, b64encode
@@ -37,7 +35,7 @@ class _GlooCards(NamedTuple):
     limits: Sequence[float]  # Seconds that a host may be silent
 
     @classmethod
-    def read(cls, texts: Sequence[bytes]) -> _GlooCards:
+    def read(cls, texts: Sequence[bytes]) -> "_GlooCards":
         unique = dict[Any, Any]()  # shares equal values, which saves memory with many ranks
         peers, ports, limits, data = list[Peer](), list[int](), list[float](), bytearray()
         for process, address, _, port, limit in map(json.loads, texts):
@@ -133,7 +131,7 @@ class GlooBackend(NativeBackend):
             waiting.log_missing([self.numbers[awaited]] if awaited >= 0 and self.rank == 0 else [])
         work.wait()
 
-    def _watch_hosts(self, hosts: Sequence[str], cards: _GlooCards, *connecting: Any) -> None:
+    def _watch_hosts(self, hosts: Sequence[str], cards: "_GlooCards", *connecting: Any) -> None:
         """Start to watch ``hosts``. ``connecting``: all addresses, bytes of each one, the key."""
         host_names = dict(zip(hosts, (peer.host for peer in self._peers), strict=True))
         numbers = {host: number for number, host in enumerate(host_names)}

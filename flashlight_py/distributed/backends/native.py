@@ -3,8 +3,6 @@
 A call is passed to the library as a signature and the addresses of its input and output.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import threading
@@ -127,7 +125,7 @@ class NativeWork(Work):
     id = 0  # entry in the backend's journal; 0: native code recorded no entry
 
     def __init__(
-        self, backend: NativeBackend, name: str, handle: Any, kept: Any, seconds: float,
+        self, backend: "NativeBackend", name: str, handle: Any, kept: Any, seconds: float,
         result: Any = None, like: Any = None, out: Any = None, root: int = 0, made: Any = None,
     ) -> None:  # fmt: skip
         self._backend, self._name, self._lib = backend, name, backend.lib

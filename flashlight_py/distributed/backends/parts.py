@@ -4,8 +4,6 @@ A rank sends every other rank only the necessary part. On these parts, ``RESULTS
 ``calls/combining.py`` defines the result, sometimes by the row of another verb.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -7,8 +7,6 @@ mismatch. A waiting thread receives for all operations. If no thread waits, a ba
 receives.
 """
 
-from __future__ import annotations
-
 import enum
 import itertools
 import json
@@ -76,7 +74,7 @@ class FrameKind(enum.IntEnum):
 class PortableWork(Work):
     """A started call."""
 
-    def __init__(self, group: PortableBackend, call: Call) -> None:
+    def __init__(self, group: "PortableBackend", call: Call) -> None:
         self.group, self.call, self.number = group, call, group.count[0]
         self.seconds = group.timeout if call.seconds is None else call.seconds
         self.deadline = time.monotonic() + self.seconds

@@ -4,8 +4,6 @@ The native code is in csrc/shm. A blocking operation runs on the thread of the c
 operations run on threads of the group: collectives one after another, messages in parallel.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

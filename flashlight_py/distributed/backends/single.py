@@ -1,7 +1,5 @@
 """The backend of a group of one process: every verb returns its input, multiplied by the scale."""
 
-from __future__ import annotations
-
 from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend, EntryPoints, dropped
 from flashlight_py.distributed.backends.native import SLOWER, light_work

@@ -1,7 +1,5 @@
 """Conversion of user arguments for backends: foreign arrays, dtypes, operations, packing."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

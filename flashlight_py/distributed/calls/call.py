@@ -1,7 +1,5 @@
 """``Call``: a description of one call of a verb. Ranks compare it, record it and print it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -223,7 +221,7 @@ class P2POp(_Fields):
     # A tuple, because native code reads its fields quickly. It also replaces this function.
     def __new__(
         cls, kind: MessageKind, x: Any, peer: int | None, tag: int = 0, partial: bool = False
-    ) -> P2POp:
+    ) -> "P2POp":
         if kind not in ("send", "recv"):
             name = getattr(kind, "__name__", None)
             if name not in ("isend", "irecv"):

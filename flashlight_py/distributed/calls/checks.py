@@ -1,7 +1,5 @@
 """Checks of arguments: ranks, rows, timeouts, and overlap of arrays that are written."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable

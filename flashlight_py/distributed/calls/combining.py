@@ -4,8 +4,6 @@ Tests compare every backend with these functions. A backend uses them for verbs 
 lacks.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence

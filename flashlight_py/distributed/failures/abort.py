@@ -6,8 +6,6 @@ thread, it is sent when the process exits, if groups are still open. ``abort_on_
 exceptions that the program catches.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -6,8 +6,6 @@ writes the stacks to a pipe, and the thread adds the calls. If the program alrea
 the signal writes no record.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -1,7 +1,5 @@
 """Texts of errors about ranks: their calls, their processes, lost ranks, and advice."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any

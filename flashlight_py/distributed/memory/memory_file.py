@@ -8,8 +8,6 @@ the file has a name in /dev/shm until all processes have mapped it. If the proce
 file is killed before that, a later job removes the file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

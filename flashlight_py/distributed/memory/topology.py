@@ -6,8 +6,6 @@ each rank compares the addresses that both ends of its connection with rank 0 re
 other hosts can use the addresses. Otherwise the routing table of the host gives an address.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter
@@ -100,7 +98,7 @@ class Sharing(NamedTuple):
     apart: str
 
     @classmethod
-    def read(cls, texts: Sequence[bytes]) -> Sharing:
+    def read(cls, texts: Sequence[bytes]) -> "Sharing":
         answers = [json.loads(text) for text in texts]
         reasons = (
             f"rank {rank} shares no memory with rank {first} of its host: {why}"
@@ -116,7 +114,7 @@ class Sharing(NamedTuple):
         return cls(groups, of, list(zip(*groups, strict=False)), apart)
 
 
-def ranks_by_memory(store: Store) -> Sharing:
+def ranks_by_memory(store: Store) -> "Sharing":
     """Return which ranks share memory. Collective.
 
     Each rank writes a secret to a small file in shared memory. Ranks that can read it are in one

@@ -4,8 +4,6 @@ NumPy casts a number to float16 in 3 ns. If the number is below 6e-5, like most 
 takes 100 ns, because it sets a floating-point flag. The casts here work on bits and take 3 to 5 ns.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import functools

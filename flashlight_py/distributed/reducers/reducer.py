@@ -1,7 +1,5 @@
 """Reducers, which sum arrays over the ranks, and the division of arrays into buckets."""
 
-from __future__ import annotations
-
 import abc
 import math
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ If variables describe several processes and the program creates a world of one p
 raises an error or warns. If a scheduler sets no rank, the error names the variables to set.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re
@@ -69,7 +67,7 @@ class _Names(NamedTuple):
     local_size: str = ""
 
     @classmethod
-    def prefixed(cls, launcher: str, prefix: str) -> _Names:
+    def prefixed(cls, launcher: str, prefix: str) -> "_Names":
         return cls(launcher, *(prefix + n for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 
     def read(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:

@@ -5,8 +5,6 @@ asks rank 0 for a parent and connects to this parent. The other ranks of the hos
 speaker by a local socket. ``MeetingPoint`` defines where rank 0 listens.
 """
 
-from __future__ import annotations
-
 import abc
 import errno
 import itertools

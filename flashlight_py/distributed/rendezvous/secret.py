@@ -5,8 +5,6 @@ Without these variables, processes of one host use the user's secret, a file tha
 read. Processes of several hosts then have no secret, and any process that reaches rank 0 can join.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import stat
@@ -66,7 +64,7 @@ class Secret:
     source: str = ""
 
     @classmethod
-    def find(cls, one_host: bool, environ: Mapping[str, str] = system.environ) -> Secret:
+    def find(cls, one_host: bool, environ: Mapping[str, str] = system.environ) -> "Secret":
         """Return the secret in ``environ`` (default: ``os.environ``), or in the user's file.
 
         Raises RendezvousError if a variable is empty, or the file cannot be created or is public.

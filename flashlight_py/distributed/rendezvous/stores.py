@@ -1,7 +1,5 @@
 """The stores of a rendezvous: at a TCP port of rank 0, by files at a common path, or by MPI."""
 
-from __future__ import annotations
-
 import atexit
 import errno
 import ipaddress
@@ -225,7 +223,7 @@ class Announcement(NamedTuple):
         return json.dumps({"version": VERSION, **self._asdict()}).encode()
 
     @classmethod
-    def parse(cls, content: bytes) -> Announcement:
+    def parse(cls, content: bytes) -> "Announcement":
         """Return the announcement in ``content``; raises ValueError if it is invalid."""
         try:
             record = json.loads(content)
@@ -302,7 +300,7 @@ class SharedDirectory:
         except OSError as error:
             self._raise(f"create {name} in", error)
 
-    def read(self, name: Name, again: bool = False) -> Announcement | None:
+    def read(self, name: Name, again: bool = False) -> "Announcement | None":
         """Return the announcement in ``name``; None if unreadable. ``again``: read it once more."""
         if again or name not in self._cache:
             try:

@@ -9,8 +9,6 @@ and a closed connection means a dead rank. A rank that detects a failure notifie
 which notify their neighbours.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """``distributed_init`` as a list of ``STEPS``, with its choice of a store and of a backend."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import logging
@@ -112,7 +110,7 @@ def distributed_init(
         enter(create_world(create, settings), settings)
 
 
-def create_world(create: StoreFactory, settings: Settings) -> World:
+def create_world(create: "StoreFactory", settings: Settings) -> World:
     _check_threads()
     if settings.backend not in ("auto", "mpi", "portable"):
         _native.load_extension(settings.backend)  # fail before anything is created
@@ -229,7 +227,7 @@ class NewWorld:
     store: Store
     settings: Settings
     undo: ExitStack = field(default_factory=ExitStack)  # callbacks that undo the steps if one fails
-    facts: Facts = field(init=False)  # what ``exchange_facts`` received
+    facts: "Facts" = field(init=False)  # what ``exchange_facts`` received
     host_ranks: Sequence[int] = ()  # ranks of this host
     world: World = field(init=False)
 
@@ -318,7 +316,7 @@ class Facts(NamedTuple):
     job: str  # name of the job
 
     @classmethod
-    def read(cls, texts: Sequence[bytes]) -> Facts:
+    def read(cls, texts: Sequence[bytes]) -> "Facts":
         ranks_by_host: dict[str, list[int]] = {}
         interned = dict[Any, Any]()  # one object for equal values saves memory
         rows = list[tuple[Any, ...]]()
@@ -349,7 +347,7 @@ StoreFactory = Callable[[], Store]
 
 def choose_store(
     method: DistributedInit | None, rank: int, size: int, settings: Settings
-) -> StoreFactory | None:
+) -> "StoreFactory | None":
     """Return a function that creates the store, or None for a world of one process."""
     host, port, file = settings.master_addr, settings.master_port, settings.file_path
     is_passed = (rank, size) != (-1, -1)

@@ -1,7 +1,5 @@
 """Checked arguments of ``distributed_init``: ``init_method`` and ``params``."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import os
@@ -52,7 +50,7 @@ class Settings:
         return max(self.timeout, self.joining)
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any] | None) -> Settings:
+    def from_params(cls, params: Mapping[str, Any] | None) -> "Settings":
         """Read ``params``. For some missing keys, read environment variables.
 
         Raises:

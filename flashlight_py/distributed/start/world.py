@@ -1,7 +1,5 @@
 """The world: the group of all ranks, and the rank of this process on its host."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The ranks exchange NCCL's data over the CPU backend. NCCL therefore works with e
 rendezvous, and a missing rank is named before a call would wait for it inside NCCL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

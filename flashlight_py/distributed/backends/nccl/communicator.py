@@ -10,8 +10,6 @@ so a launch waits for no other rank. If a launch blocks nevertheless, another th
 first communicator. This ends the launch too, because both communicators use one abort flag.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

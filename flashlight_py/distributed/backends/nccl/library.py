@@ -5,8 +5,6 @@ are documented in ``csrc/nccl/launch.cdef.h``. Broadcasts, gathers and messages 
 bytes. A reduction needs a type that NCCL supports, so some dtypes are reinterpreted or converted.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import threading

@@ -10,8 +10,6 @@ missing, the communicator is aborted, because NCCL's kernels would wait forever.
 compared before they start, because the host needs sizes or peers.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time
