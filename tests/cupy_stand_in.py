@@ -23,9 +23,6 @@ from tests.autograd import compiled_kernels
 LOG: list[tuple[Any, ...]] = []
 
 
-# Arrays -------------------------------------------------------------------------------------------
-
-
 class StandInArray:
     """A NumPy array with the interface of a CuPy array."""
 
@@ -185,9 +182,6 @@ class StandInGenerator:
 _WORDS = ("state", "inc")  # of PCG64, 128 bits each
 
 
-# Devices, streams and events ----------------------------------------------------------------------
-
-
 class Device(contextlib.nullcontext[None]):
     current = 0
 
@@ -250,9 +244,6 @@ class Stream:
 
 
 Stream.current = Stream(name="default")
-
-
-# The library --------------------------------------------------------------------------------------
 
 
 class PinnedMemory(bytearray):

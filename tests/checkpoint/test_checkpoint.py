@@ -391,10 +391,6 @@ def test_sampler_state_continues_with_fewer_ranks(pool: Any, tmp_path: Path) -> 
     assert sorted(used + rest) == list(range(20))
 
 
-# Calls on a single rank
-# -----------------------------------------------------------------------------
-
-
 def loads_until_a_rank_dies(rank: int, size: int, folder: Path) -> str:
     """Fake ``broadcast``, because only this ends a rank between two steps of ``load``."""
     run = Run(seed=rank)

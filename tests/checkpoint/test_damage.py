@@ -107,10 +107,6 @@ def test_load_raises_checkpoint_error_for_a_later_format(
     assert fl.load(two).step == 2  # type: ignore[union-attr]
 
 
-# The folder of a run: other entries, links, other users, and a concurrent job
-# ------------------------
-
-
 def archive(folder: Path, disk: Path) -> None:
     """Move the first checkpoint to another disk and replace it by a link."""
     shutil.move(folder / "000001-step-1", disk)

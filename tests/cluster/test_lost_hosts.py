@@ -266,10 +266,6 @@ def test_init_names_a_host_that_is_lost_during_the_rendezvous(cluster: Cluster) 
             assert "cannot be reached for 5 s" in end["words"]
 
 
-# Events that are no lost host
-# ----------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_rank_that_shuts_down_does_not_count_as_lost(cluster: Cluster) -> None:
     """A forked child of the rank still runs, and the other ranks continue for a long time."""

@@ -133,9 +133,6 @@ WAYS: dict[str, Callable[[Cluster], list[Outcome]]] = {
 }
 
 
-# Networks -------------------------------------------------------------------------------------
-
-
 def as_debian(cluster: Cluster) -> None:
     """Each host resolves its own name to the loopback address, as Debian does."""
     for host in cluster:
@@ -221,9 +218,6 @@ def test_init_succeeds_without_parameters_on_unusual_networks(
     network: Cluster, init_kind: str
 ) -> None:
     assert printed(WAYS[init_kind](network)) == PRINTED
-
-
-# Errors -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

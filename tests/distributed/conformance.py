@@ -368,9 +368,6 @@ def mismatch_now_or_later(call: Callable[[], Any]) -> str:
     return now or later
 
 
-# Functions that run on the ranks -------------------------------------------------------------
-
-
 def check_every_op(rank: int, size: int, verb: str, name: str, layout: str) -> None:
     """Reduce in place by ``verb``. The root is the last rank."""
     row, function, shape = BY_NAME[verb], getattr(fl, verb), shape_of(layout)

@@ -299,9 +299,6 @@ class RankPool:
         return {**ONE_THREAD, **((env(rank) if callable(env) else env) or {})}
 
 
-# Functions that run on the ranks ----------------------------------------------------------------
-
-
 def _call(rank: int, size: int, task: bytes) -> tuple[Any, ...]:
     """Return the fields of ``Outcome`` after a call of the pickled function."""
     try:

@@ -136,9 +136,6 @@ def is_whole(dtype: Any) -> bool:
     return dtype_of(dtype).kind in "iu"
 
 
-# Functions that run on the ranks ------------------------------------------------------------
-
-
 Steps = Generator[None, None, Any]  # yields while an asynchronous call is open
 
 

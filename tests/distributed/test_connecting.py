@@ -198,8 +198,6 @@ def test_rank_without_free_descriptors_raises_its_own_error(rank: int, size: int
         fl.distributed_shutdown()
 
 
-# Programs of tests/native/gloo --------------------------------------------------------------------
-
 ROOT = Path(__file__).parents[2]
 COMPILER = [
     *("g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread"),

@@ -197,9 +197,6 @@ def test_stopped_rank_reports_the_first_failure(rank: int, size: int, tmp_path: 
     assert rank != 2 or "rank 0 did not join" in text
 
 
-# Groups share connections and threads, and nothing else -------------------------------------------
-
-
 LARGE = 1_000_000  # as float64, more bytes than the socket buffer of the kernel
 
 

@@ -111,9 +111,6 @@ def test_uncaught_exception_raises_on_other_ranks_of_spawn(tmp_path: Path) -> No
     assert ", in fail\n" in message
 
 
-# Content of reports -------------------------------------------------------------------------
-
-
 def deep(depth: int) -> None:
     if depth == 0:
         raise ValueError("first line\nsecond line")
@@ -138,9 +135,6 @@ def test_hooks_are_not_installed_at_a_prompt(monkeypatch: pytest.MonkeyPatch) ->
     before = sys.excepthook
     abort.install_hooks()
     assert sys.excepthook is before
-
-
-# Exceptions that a host program catches: abort_on_exception ---------------------------------------
 
 
 @fl.abort_on_exception()

@@ -141,9 +141,6 @@ def test_file_store_offers_no_loopback_address_to_other_hosts() -> None:
     assert all(":" in address or address.count(".") == 3 for address in own_addresses())
 
 
-# Files of runs that died at any moment ------------------------------------------------------------
-
-
 DEAD, NONCE = "0123456789abcdef", "fedcba9876543210"
 NOBODY = {"peer": ["elsewhere", 1, "another", "1"]}
 # No program listens at port 1 of the loopback.

@@ -156,9 +156,6 @@ def test_barrier_waits_for_the_gpus(rank: int, size: int) -> None:
     assert calls == ["barrier"] * 2
 
 
-# Timeouts of groups -------------------------------------------------------------------------------
-
-
 SHORT, MOST = 0.3, 60.0  # seconds: the group's, and far less than the world's
 LONG = (1e10, 1e300, float("inf"))  # beyond the range of clocks and locks
 

@@ -176,9 +176,6 @@ def test_power_sgd_reduces_zero_and_tiny_gradients(rank: int, size: int) -> None
     assert abs(got - exact).max() < 1e-5 * exact.max()
 
 
-# Arguments of hooks, the time of their calls, and invalid hooks -----------------------------------
-
-
 def plain(bucket: Any) -> Any:
     return bucket.all_reduce(bucket.flat)
 
@@ -369,9 +366,6 @@ def test_hooks_compute_in_the_library_of_their_arrays(strict: Any, name: str) ->
         hooks[1].load_state_dict(hooks[1].state_dict())
 
 
-# Arithmetic: rounding, orthonormal columns, products ----------------------------------------------
-
-
 def test_to_half_matches_numpy_for_all_kinds_of_numbers() -> None:
     """Every 4001st float32: normal, subnormal, zero. Too large values become the largest number.
 
@@ -441,9 +435,6 @@ def test_outer_sum_equals_the_matrix_product(shape: tuple[int, int]) -> None:
     out = np.empty(shape)
     outer_sum(left, right, out)
     np.testing.assert_allclose(out, left @ right.T, rtol=0, atol=1e-14)
-
-
-# Reducers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -168,9 +168,6 @@ def test_init_notifies_ranks_if_its_cleanup_is_interrupted(monkeypatch: pytest.M
     assert process_state() == before
 
 
-# Init methods of torch are translated, or rejected with the valid ones ----------------------------
-
-
 ENV, FILE = fl.DistributedInit.ENV, fl.DistributedInit.FILE_SYSTEM
 ADDRESS = {"MASTER_ADDR": "node1"}
 MEETING = {**ADDRESS, "MASTER_PORT": 29500}

@@ -121,8 +121,6 @@ def test_verbs_use_the_memory_of_other_libraries(pool: Any, verbs: Any) -> None:
     pool(2).run_each(verbs, [(kind,) for kind in MAKERS])
 
 
-# PyTorch --------------------------------------------------------------------------------------
-
 TORCH_DTYPES = [
     pytest.param("bfloat16", marks=pytest.mark.skipif(not HAS_ML_DTYPES, reason="needs ml_dtypes")),
     *("float16", "float32", "float64", "complex64", "complex128"),

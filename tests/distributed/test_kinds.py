@@ -198,9 +198,6 @@ def test_world_of_one_returns_the_kind_of_the_input(library: str) -> None:
         assert got is not x
 
 
-# PyTorch --------------------------------------------------------------------------------------
-
-
 def test_tensor_result_shares_memory_with_the_received_data() -> None:
     torch = pytest.importorskip("torch", reason="needs torch")
     x = torch.ones(3)
@@ -208,9 +205,6 @@ def test_tensor_result_shares_memory_with_the_received_data() -> None:
     assert got.data_ptr() != x.data_ptr()
     got[0] = 5  # writable, without a warning
     assert x.tolist() == [1, 1, 1]
-
-
-# JAX ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -266,9 +260,6 @@ def test_in_place_functions_reject_jax_arrays(jax: Any) -> None:
     for change in (fl.synchronize, fl.CoalescingReducer(1.0).add, fl.InlineReducer(1.0).add):
         with pytest.raises(ValueError, match=r"read-only.*np\.array"):
             change(x)
-
-
-# GPU arrays that have only __cuda_array_interface__ -----------------------------------------------
 
 
 class OnlyCuda:

@@ -251,9 +251,6 @@ def test_reserve_raises_before_a_small_file_system_is_full(monkeypatch: pytest.M
     assert (caught.value.errno, blocks) == (errno.ENOSPC, 0)
 
 
-# On several ranks ---------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def little_memory(folder: Path) -> Iterator[None]:
     """Make this rank believe that its machine has 64 MB."""

@@ -308,9 +308,6 @@ def test_unchecked_mismatch_between_hosts_ends_the_group(count: int) -> None:
     assert "MismatchError" in names
 
 
-# Errors and flight records number the calls of a group alike --------------------------------------
-
-
 CALLS = {
     "shared_empty": lambda group: group.shared_empty(3),
     "host_array": lambda group: group.host_array(lambda: np.ones(3)),

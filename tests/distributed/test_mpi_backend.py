@@ -149,9 +149,6 @@ def test_operations_advance_in_waits_if_mpi_is_single_threaded(rank: int, size: 
     assert threading.active_count() == 1
 
 
-# With the CPU backend, on one host and several, during MPI's transfers ---------------------------
-
-
 @on_ranks(("mpi", 3, HOSTS), slow=[("mpi", 3, APART)])
 def test_mpi_backend_works_on_several_hosts(rank: int, size: int) -> None:
     is_apart = os.environ["FLASHLIGHT_MEMORY_DOMAIN"] in "abc"
@@ -255,9 +252,6 @@ def test_unchecked_call_raises_after_a_rank_has_left_or_is_late(rank: int, size:
         time.sleep(2.0)
     with pytest.raises(fl.errors.CollectiveTimeoutError, match="a rank did not join"):
         fl.barrier() if rank == 1 else fl.all_reduce(np.ones(10))  # the other ranks have given up
-
-
-# Creation, and the end of the job -----------------------------------------------------------------
 
 
 def test_mpi_cuda_aware_must_be_an_equal_flag_on_every_rank() -> None:

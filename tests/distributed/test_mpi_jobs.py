@@ -173,9 +173,6 @@ def test_load_mpi_error_names_packages(monkeypatch: pytest.MonkeyPatch, error: E
         stores.load_mpi()
 
 
-# Jobs with errors ---------------------------------------------------------------------------------
-
-
 PREAMBLE = """
 import os, signal, sys, threading
 import numpy as np

@@ -118,9 +118,6 @@ def test_ranks_and_workers_run_without_proc(without_proc: tuple[str, ...], tmp_p
     assert "flrun: warning: /proc is not mounted" in done.stderr
 
 
-# Threads and sockets that gevent or eventlet replaced by cooperative ones -------------------------
-
-
 PATCH = """
 import sys, warnings
 warnings.simplefilter("ignore")  # of eventlet: it is deprecated

@@ -212,9 +212,6 @@ def test_interrupted_batch_raises_the_exception_of_the_handler(rank: int, size: 
         signal.signal(signal.SIGALRM, before)
 
 
-# Memory by address ------------------------------------------------------------------------------
-
-
 in_all = on_ranks(*((name, size) for name in ("shm", "gloo") for size in (2, 3)), native=True)
 BFLOAT16 = DTYPES.index("bfloat16")
 # Whether x and out are passed by address.

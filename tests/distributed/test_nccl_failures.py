@@ -128,9 +128,6 @@ def ones(count: int = 4, **options: Any) -> Call:
     return Call(ALL_REDUCE, sys.modules["cupy"].asarray(np.ones(count)), **options)
 
 
-# The communicator ---------------------------------------------------------------------------
-
-
 def test_communicator_creation_times_out_if_a_rank_is_missing(nccl: Nccl) -> None:
     nccl.answers["ncclCommInitRankConfig"] = IN_PROGRESS
     nccl.state = IN_PROGRESS
@@ -233,9 +230,6 @@ def test_close_aborts_only_if_a_rank_is_missing(nccl: Nccl, status: int, state: 
     made.close()
     ends = [nccl.calls.count(name) for name in ("ncclCommDestroy", "ncclCommAbort")]
     assert ends == ([0, 1] if status and state else [1, 0])
-
-
-# The second communicator, on which collectives are launched -----------------------------------
 
 
 class Splits(Nccl):
@@ -397,9 +391,6 @@ def test_path_of_the_backend_says_why_launches_are_slow(nccl: Nccl, cupy: StandI
     with contextlib.closing(NcclBackend(Cpu(), made, cupy, 0)) as backend:
         assert "150 us later: rank 1: NCCL 2.16.0 is older" in backend.path
         assert "2.16.0 is older" in backend.capture_problem()
-
-
-# Streams, events and lifetimes --------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("endless")

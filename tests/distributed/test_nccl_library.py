@@ -199,9 +199,6 @@ def test_form_of_returns_the_codes_of_the_library() -> None:
             form_of(np.dtype(dtype), op)
 
 
-# Exchange of cards, on real processes -----------------------------------------------------------
-
-
 def real_unique_id(rank: int, size: int, port: int = 0) -> tuple[bytes, bytes]:
     """Return the unique id of rank 0's NCCL, on rank 0 and as received here."""
     if port:  # the ENV rendezvous reads the variables

@@ -23,8 +23,6 @@ from tests.distributed.conformance import raises
 from tests.distributed.processes import finish, start
 from tests.distributed.without_ipv6 import SOCKET
 
-# Choice of addresses ----------------------------------------------------------------------------
-
 
 def card(host: str, address_set: str = "", sources: str = "", **more: Any) -> Card:
     return Card(host, host, address_set, address_set.split(), sources=sources.split(), **more)
@@ -165,9 +163,6 @@ def test_params_interface_overrides_the_environment(
     assert Settings.from_params({"INTERFACE": passed}).interface == used
 
 
-# Connections ------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def listening(host: str = "127.0.0.1") -> Iterator[int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -248,9 +243,6 @@ def test_create_listeners_chooses_addresses_by_host_name(
     monkeypatch.setattr(stores, "resolved", lambda *_: [("192.0.2.77", 29511)])
     with pytest.raises(OSError, match="MASTER_ADDR is not an address of this host"):
         stores.create_listeners("a-name", 29511, 5, one_host=False)
-
-
-# Two ranks in one process -----------------------------------------------------------------------
 
 
 TWO = """

@@ -370,9 +370,6 @@ def test_flashlight_checks_sync_may_be_set_on_one_rank(rank: int, size: int) -> 
     assert late_mismatch() == ""
 
 
-# Calls that ranks only compare --------------------------------------------------------------------
-
-
 ranks = ranks_in(("shm", 4), ("gloo", 3), ("hierarchical", 4), native=True)
 
 

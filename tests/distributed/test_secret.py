@@ -36,9 +36,6 @@ def ranks(port: int, public: Path) -> Iterator[Ranks]:
         yield started
 
 
-# The user's file ------------------------------------------------------------------------------
-
-
 def test_user_secret_is_shared_and_private(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
@@ -110,9 +107,6 @@ def test_secret_of_the_user_is_shared_on_one_host_only() -> None:
     assert secret_of_user.key(("192.0.2.1", 1)) == b""
     assert Secret(b"", b"user", True, "a file").key(("192.0.2.1", 1)) == b"user"
     assert Secret(b"given", b"", False, "MASTER_SECRET").key((HERE, 1)) == b"given"
-
-
-# At a port ------------------------------------------------------------------------------------
 
 
 def knock(port: int, key: bytes, greeting: bytes) -> bytes:
@@ -216,9 +210,6 @@ def test_greeting_is_printable() -> None:
     str(greeting.peer).encode()
 
 
-# A world over several hosts -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("one_host", "user_secret"), [(False, ""), (True, ""), (False, "s")])
 def test_world_over_several_hosts_without_a_secret_warns_once(
     one_host: bool,
@@ -243,9 +234,6 @@ def test_world_over_several_hosts_without_a_secret_warns_once(
     assert got == [[b"0", b"1"]] * 4
     warned = [record for record in caplog.records if "has no secret" in record.getMessage()]
     assert len(warned) == (0 if one_host or user_secret else 1)
-
-
-# Connections of backends ----------------------------------------------------------------------
 
 
 def test_gloo_rejects_a_process_without_the_key() -> None:

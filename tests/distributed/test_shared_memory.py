@@ -263,9 +263,6 @@ def in_namespaces(script: str, folder: Path, **words: str) -> subprocess.Complet
     return run(["unshare", "-m", "bash", "-c", script])
 
 
-# Memory that other processes cannot read is copied through shared memory -------------------------
-
-
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MEMFD_SECRET = 447  # on all architectures
 _PR_SET_DUMPABLE = 4
@@ -346,9 +343,6 @@ def test_undumpable_process_is_not_lost(rank: int, size: int) -> None:
             assert _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
         got = fl.all_gather(np.full(COUNT, rank, np.int32))
         assert (got.reshape(size, -1) == np.arange(size)[:, None]).all(), turn
-
-
-# One array per host -------------------------------------------------------------------------------
 
 
 ranks = ranks_in(("shm", 2), ("gloo", 3), ("hierarchical", 4), slow=[("mpi", 3)])

@@ -118,8 +118,6 @@ def test_check_schedulers_ignores_one_node_with_one_process() -> None:
         check_schedulers({**pod, "PET_NPROC_PER_NODE": "4"})
 
 
-# A program without distributed_init --------------------------------------------------------------
-
 FORGETFUL = """
 import sys
 import warnings

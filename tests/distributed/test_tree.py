@@ -125,9 +125,6 @@ def test_rank_unlike_the_others_raises_on_every_rank(
     assert all(re.search(why, rank.refusal()) for rank in started)
 
 
-# Hosts --------------------------------------------------------------------------------------------
-
-
 def test_one_rank_per_host_connects_to_rank_0(ranks: Ranks) -> None:
     started = [ranks.start(rank, 4, local_rank=rank, fan=2) for rank in range(4)]
     assert all_closed(started)
@@ -146,9 +143,6 @@ def test_rank_becomes_a_speaker_if_its_host_has_none(ranks: Ranks) -> None:
     started = [ranks.start(rank, SIZE, local_rank=local[rank], timeout=1.0) for rank in local]
     (reason,) = reasons(started)
     assert "ranks 1, 2, 3, 4 of 8 have not arrived within 1 s" in reason
-
-
-# Rosters and errors -------------------------------------------------------------------------------
 
 
 def test_roster_is_a_sequence_that_caches_derived_values() -> None:

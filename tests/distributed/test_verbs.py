@@ -170,9 +170,6 @@ def test_ranks_may_differ_only_in_the_allowed_arguments() -> None:
     assert replace(gather, part_of="split").steps == "split: all_gather(float32 rows of (3,))"
 
 
-# Native objects run plain calls. Otherwise they behave like functions -----------------------------
-
-
 MOVING = "all_gather all_to_all barrier broadcast gather irecv isend recv scatter send sendrecv"
 COMBINING = "all_reduce all_reduce_multiple reduce reduce_scatter scan"
 

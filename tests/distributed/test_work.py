@@ -171,9 +171,6 @@ def test_wait_in_a_handler_raises_for_the_interrupted_work() -> None:
     assert outputs
 
 
-# A timeout passes just as the operation ends: this is not a failure -------------------------------
-
-
 class EndsAtLimit(Work):
     """Has ended successfully before its first wait reports the timeout."""
 
@@ -238,9 +235,6 @@ def test_comparison_is_the_cause_only_if_it_has_failed(goes_on: bool) -> None:
     late = wait_timeout_error("late", 0.0) if goes_on else CollectiveTimeoutError("late")
     operation.comparison = EndsAtLimit(late)
     assert operation.cause() is (None if goes_on else late)
-
-
-# On ranks: each thread or task gets its result ----------------------------------------------------
 
 
 # Large enough that threads wake up during the reduction and the copy.

@@ -214,9 +214,6 @@ def test_main_rejects_invalid_options(capsys: pytest.CaptureFixture[str]) -> Non
     assert "expected a positive number of seconds" in capsys.readouterr().err
 
 
-# The command line ---------------------------------------------------------------------------------
-
-
 def run(*options: object, python: Path = Path(sys.executable), **variables: str) -> Any:
     command = [python, "-m", "flashlight_py.doctor", *options]
     return launcher.run(command, timeout=110, env={**os.environ, **variables}, cwd="/")

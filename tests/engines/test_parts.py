@@ -23,9 +23,6 @@ def call_of(size: int, timeout: float | None = None) -> SpawnCall:
     return SpawnCall.checked("run", len, (), size, None, timeout, 0)
 
 
-# A rank in a process of the engine ----------------------------------------------------------------
-
-
 def test_start_serve_rejects_a_second_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> AbstractContextManager[None]:
         raise AssertionError("changed the environment that the first one reads")
@@ -109,9 +106,6 @@ def test_end_rank_does_not_interrupt_a_rank_that_leaves(monkeypatch: pytest.Monk
         pass
     assert engine_rank._rank is None
     assert engine_rank._interruptible_thread is None  # the thread may do other work now
-
-
-# The calling program ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

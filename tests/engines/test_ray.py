@@ -24,9 +24,6 @@ def cluster() -> Iterator[None]:
         yield
 
 
-# run ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -53,9 +50,6 @@ def test_ray_run_timeout_ends_an_actor_that_never_starts(monkeypatch: pytest.Mon
     monkeypatch.setattr(fl.launch.ray, "listen_on_node", tasks.sleep)
     with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 did not return"):
         fl.launch.ray.run(tasks.total, (1,), nprocs=2, timeout=4)
-
-
-# Ray Train ----------------------------------------------------------------------------------------
 
 
 def fit(storage: Path, train: Any, failures: int = 0, /, **config: Any) -> Any:

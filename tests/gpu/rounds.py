@@ -103,9 +103,6 @@ class Result:
         return f"{name}: {raised or 'no error'} (round {self.seconds:.1f} s): {outcome}"
 
 
-# On the ranks ------------------------------------------------------------------------------------
-
-
 # Calls of the arrays of a rank and the root. An asynchronous call returns a Work.
 CALLS: Mapping[str, Callable[[Any, int], Any]] = {
     "small all_reduce": lambda x, root: fl.all_reduce(x.small),
@@ -202,9 +199,6 @@ def await_files(files: Sequence[Path], seconds: float) -> None:
     ends = time.monotonic() + seconds
     while time.monotonic() < ends and not all(file.exists() for file in files):
         time.sleep(POLL)
-
-
-# In the program ----------------------------------------------------------------------------------
 
 
 def plan(kills: int, stops: int, seed: int) -> list[Round]:

@@ -121,9 +121,6 @@ def test_module_keeps_its_values_after_a_round_trip_to_the_gpu() -> None:
         np.testing.assert_array_equal(param.array, values)
 
 
-# Communication hooks ----------------------------------------------------------------------------
-
-
 # NCCL scales before it adds, and adds float16 differently. The other results differ by rounding
 # only.
 TOLERANCE = {"Float16Compression": 4e-3, "PowerSGDCompression": 1e-10}
@@ -152,9 +149,6 @@ def test_hooks_give_equal_results_for_cupy_and_numpy_arrays(ranks: Any, name: st
     results = ranks.run(both_ways, name)
     assert all(bits == results[0][0] for bits, _ in results)
     assert max(worst for _, worst in results) <= TOLERANCE[name]
-
-
-# Checkpoints ------------------------------------------------------------------------------------
 
 
 def trained(rank: int, size: int, folder: Path, stop: int | None) -> list[np.ndarray]:

@@ -229,9 +229,6 @@ def test_record_pipe_ignores_invalid_lines(temporary_folder: Path) -> None:
     loop.close()
 
 
-# Silent hosts -------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_launcher_beats_while_it_blocks_on_a_pager(tmp_path: Path, ssh: str) -> None:
     """The launcher blocks in a system call for longer than the limit of silence."""

@@ -128,9 +128,6 @@ def nest(rank: int) -> tuple[bool, Any]:
     return fl.is_distributed_init(), fl.spawn(total, (1,), nprocs=2)
 
 
-# Serialisation --------------------------------------------------------------------------------
-
-
 @NEEDS_CLOUDPICKLE
 def test_spawn_sends_and_returns_closures_by_cloudpickle() -> None:
     factor = 3

@@ -237,9 +237,6 @@ def test_average_meter_returns_mean_and_unbiased_variance(
     assert actual == pytest.approx(expected, rel=1e-13, nan_ok=True)
 
 
-# Arrays on a device -------------------------------------------------------------------------
-
-
 NUMBERS = np.random.default_rng(0).normal(3, 2, 12).astype("float32")
 RATINGS = np.random.default_rng(1).random((6, 4))
 CLASSES = np.array([0, 1, 2, 3, 0, 1])

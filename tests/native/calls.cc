@@ -64,8 +64,6 @@ void Author::add_call() {
   }
 }
 
-// Sizes ---------------------------------------------------------------------------------------
-
 size_t Author::some_bytes() {
   const size_t chunk = world_.chunk_bytes, ranks = world_.ranks;
   constexpr size_t kTinyBytes = 16;  // bytes that travel in the line of a call
@@ -100,8 +98,6 @@ double Author::some_scale(int dtype) {
   const double scales[] = {1.0, 1.0, 1.0 / world_.ranks, -0.25};
   return is_integer(dtype) ? 1.0 + static_cast<double>(random_.below(2)) : scales[random_.below(4)];
 }
-
-// Calls ---------------------------------------------------------------------------------------
 
 fl_signature Author::signature(int verb, int dtype, int op, int root, double scale, size_t count) {
   fl_signature s = signature_of(verb, dtype, info_of(dtype).itemsize, count, root);

@@ -182,8 +182,6 @@ void test_going_too_far_ahead() {
   });
 }
 
-// Messages -----------------------------------------------------------------------------------
-
 // Started messages end, including queued ones, and handles outlive the group.
 void test_closing_with_messages(Random& random) {
   const int ranks = 2 + static_cast<int>(random.below(4)), peers = ranks - 1;

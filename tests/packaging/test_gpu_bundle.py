@@ -66,9 +66,6 @@ def test_bundle_does_not_overwrite_a_foreign_folder(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 
 
-# The program `run` with stages of the test ------------------------------------------------------
-
-
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of scripts/gpu_run with this process's environment."""

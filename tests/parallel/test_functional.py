@@ -131,9 +131,6 @@ def test_graph_with_read_only_gradients_can_be_used_twice(rank: int, size: int) 
     assert x.grad.tolist() == [[6, 6, 6], [6, 6, 6]]
 
 
-# Messages ---------------------------------------------------------------------------------------
-
-
 def chain(x: Any) -> Any:
     """Each rank continues with the message of the previous rank; the last rank has the loss."""
     rank, size = position()

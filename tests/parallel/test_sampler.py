@@ -134,9 +134,6 @@ def test_sampler_raises_for_invalid_arguments(
         fl.DistributedSampler(3).set_epoch(-1)
 
 
-# Continuing from a state
-# ----------------------------------------------------------------------------
-
 WORLDS = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 

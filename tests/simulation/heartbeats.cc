@@ -173,8 +173,6 @@ void World::update(int number) {
   wake(number, std::max(now + microseconds(1), rank.heartbeat->due()) + late);
 }
 
-// Line and Listener -----------------------------------------------------------
-
 Clock::duration World::way(int from, int to) {
   const int a = host(from), b = host(to);
   Clock::duration way = a == b ? kNear : a / kHostsOfRack == b / kHostsOfRack ? kRack : kFar;

@@ -124,9 +124,6 @@ class Socket(File):
             owner.memory += size
             owner.most_memory = max(owner.most_memory, owner.memory)
 
-    # Operations of the owner
-    # ------------------------------------------------------------------------
-
     def setblocking(self, blocking: bool) -> None:
         self.timeout = None if blocking else 0.0
 
@@ -299,8 +296,6 @@ class Socket(File):
         if self.peer is not None and self.peer.is_closed:
             self.peer.peer, self.peer = None, None  # avoids a reference cycle
 
-    # The wire ------------------------------------------------------------------------------------
-
     def _put(self, data: bytes | memoryview, cost: float = costs.SEND) -> int:
         world, process, large = self.world, me(), self.large
         if large is not None and len(data) != len(large) - large.sent:  # it is another message
@@ -453,9 +448,6 @@ class Socket(File):
             self.error = number
             self.inbox.clear()
             self.changed()
-
-    # Start of a connection
-    # --------------------------------------------------------------------------
 
     def _ask(self, target: Host, address: tuple[str, int], tries: int) -> None:
         """Deliver a connection request to ``target``."""

@@ -203,9 +203,6 @@ class World:
         self.by_address[host.address] = self.by_name[host.name] = host
         return host
 
-    # Events and fibers
-    # -------------------------------------------------------------------------------
-
     def at(self, when: float, call: Callable[..., Any], *values: Any) -> None:
         """Schedule a call at a time, not before now."""
         when = when if when > self.now else self.now
@@ -342,9 +339,6 @@ class _Environ(Mapping[str, str]):
 
     def __len__(self) -> int:
         return len(me().environ)
-
-
-# Functions of flashlight_py/system.py -------------------------------------------------------------
 
 
 def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small functions

@@ -29,9 +29,6 @@ def exact_step(
     return sigmoid(o) * np.tanh(c), c
 
 
-# --- pytagi -----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @for_each("batch window certain steps", pairs([1, 5], [1, 4], [True, False], [1, 3]))
 def test_lstm_steps_equal_pytagi(batch: int, window: int, certain: bool, steps: int) -> None:
@@ -41,9 +38,6 @@ def test_lstm_steps_equal_pytagi(batch: int, window: int, certain: bool, steps: 
     independent = plain.replace(f" {window})", f" {window}, window='independent')", 2)
     var_x = None if certain else np.full(x.shape, 0.2)
     compare(plain, x, y, np.full(y.shape, 0.3), var_x=var_x, own_network=independent, steps=steps)
-
-
-# --- forward ----------------------------------------------------------------------------------
 
 
 @for_each("uncertain", ["weights and cells", "inputs"])
@@ -101,9 +95,6 @@ def test_lstm_accepts_any_shape_and_batch_size() -> None:
         equal(net(variant), (mean, variance))
     equal(net(x.ravel())[0], mean.ravel())
     equal(net(x[2:3])[0], mean[2:3], 1e-5, 1e-6)
-
-
-# --- backward ---------------------------------------------------------------------------------
 
 
 def exact(w: np.ndarray, b: np.ndarray, x: np.ndarray) -> np.ndarray:

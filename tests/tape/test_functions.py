@@ -89,9 +89,6 @@ def test_each_replay_computes_a_norm(dtype: str) -> None:
     compare(make, np.random.default_rng(0).random((4, 4, 3)).astype(dtype).repeat(5, axis=0))
 
 
-# Forms of calls to NumPy's functions, and of changes to arrays ------------------------------------
-
-
 def changing(change: Callable[[Array, Array], Any], of: Callable[[Array], Array] = np.copy) -> Any:
     """Return a step that calls ``change`` with a new array and its argument."""
 

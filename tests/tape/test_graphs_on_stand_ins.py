@@ -211,9 +211,6 @@ def test_loss_scale_on_a_gpu_follows_updates(driver: StandInDriver) -> None:
     assert scaler._scales["cuda:0"] is in_place
 
 
-# Several ranks --------------------------------------------------------------------------------
-
-
 def agree(rank: int, size: int) -> tuple[int, str]:
     """Rank 0 is in two groups, rank 1 has a shorter batch, and rank 2 has a graph."""
     groups = [fl.new_group([0, 1]), fl.new_group([0, 2])]

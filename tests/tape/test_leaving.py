@@ -201,9 +201,6 @@ def test_varying_steps_report_the_reason(step: Any, calls: list[Any], reason: st
     assert step is not asked_for or next(results[0]) is calls[0][0]
 
 
-# Errors -------------------------------------------------------------------------------------------
-
-
 @for_each("layers", [(), (fl.nn.Dropout(0.5),)])
 def test_value_checks_raise_in_replays(layers: tuple[Any, ...]) -> None:
     criterion = fl.nn.CategoricalCrossEntropy()
@@ -305,9 +302,6 @@ def test_failed_check_keeps_gradients() -> None:
 
     calls = [(np.ones((64, 64)), np.arange(9) + 99 * (number == 3)) for number in range(5)]
     compare(make, calls, raises="index", eager=2)
-
-
-# Arrays of a GPU ---------------------------------------------------------------------------------
 
 
 def on_a_gpu(gpu: Any) -> dict[str, Callable[[Any], Any]]:

@@ -95,9 +95,6 @@ def test_stand_ins_are_replaced_after_the_recording(raises: bool) -> None:
     assert type(history[4]) is float
 
 
-# Checks -------------------------------------------------------------------------------------------
-
-
 def test_check_detects_hidden_dependencies(tmp_path: Path) -> None:
     hidden = tmp_path / "factor"
     hidden.write_text("2.0")
@@ -116,9 +113,6 @@ def test_check_detects_hidden_dependencies(tmp_path: Path) -> None:
     assert weight.array[0] == 40
     step(X[4])
     assert weight.array[0] == 200
-
-
-# Methods, copies, and steps in steps --------------------------------------------------------------
 
 
 class Trainer:
@@ -256,9 +250,6 @@ def test_nested_captured_step_is_part_of_the_outer() -> None:
             assert_same_bits(inner(x), part(x))
     assert fast.replays > 20
     assert part.replays > 3
-
-
-# Threads, and memory ------------------------------------------------------------------------------
 
 
 def test_recording_is_local_to_its_thread() -> None:

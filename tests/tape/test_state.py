@@ -301,9 +301,6 @@ def test_unknown_array_stays_eager_and_names_the_line(is_named: bool) -> None:
     del vars(fl)["_elsewhere"]
 
 
-# Changes between two calls: names, structure, memory and gradients --------------------------------
-
-
 class Scaled(fl.nn.Module):
     """A module that multiplies by values stored in many forms."""
 

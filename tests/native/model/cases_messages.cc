@@ -228,8 +228,6 @@ void mismatch(Member& me) {
   if (outcome.status != FL_MISMATCH && me.settle(outcome)) fail("a message that differs is not told of");
 }
 
-// Groups --------------------------------------------------------------------------------------
-
 // A rank that vanishes before it has joined appears late to other ranks.
 constexpr double kSeconds = 0.2;
 

@@ -74,8 +74,6 @@ void* host_stack;
 std::string* text_of_failure;
 bool has_failed = false, is_traced = false;
 
-// Ends ----------------------------------------------------------------------------------------
-
 void resume(Fiber* fiber) {
   auto* globals = static_cast<uintptr_t*>(__cxa_get_globals());
   std::memcpy(globals, fiber->exceptions, sizeof fiber->exceptions);
@@ -101,8 +99,6 @@ void switch_to(Fiber* next) {
   model_switch(&unused, host_stack);
   std::abort();
 }
-
-// Scheduling ------------------------------------------------------------------------------------
 
 constexpr int8_t kSleeps = 0x40;  // flag of a choice: its time is over
 
@@ -321,8 +317,6 @@ void* run_main(void* rank) {
   return nullptr;
 }
 
-// Traces --------------------------------------------------------------------------------------
-
 struct Event {
   const char* what;
   int8_t rank, fiber;
@@ -500,8 +494,6 @@ bool execute(const Case& one, const Bounds& bounds, bool traced) {
   model_switch(&host_stack, last->stack);
   return !has_failed;
 }
-
-// Cases ------------------------------------------------------------------------------------
 
 void begin() {
   Fiber& self = *here;

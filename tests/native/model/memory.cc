@@ -23,8 +23,6 @@ uint32_t run = 0;         // number of the execution; marks of earlier execution
 uint64_t operations = 0;  // in this execution
 Times fences;             // time of each fiber at its last seq_cst fence
 
-// Plain accesses ------------------------------------------------------------------------------
-
 struct Cell {
   uint32_t run, time, pc;
   int8_t fiber;
@@ -116,8 +114,6 @@ bool touch_all(uintptr_t at, size_t bytes, int access, uintptr_t pc) {
   }
   return is_well;
 }
-
-// Atomics -------------------------------------------------------------------------------------
 
 struct Store {
   uint64_t value;
@@ -254,8 +250,6 @@ Store& add(Location& location, uint64_t value, int order, const Store* read, Sto
   return store;
 }
 
-// Sites ---------------------------------------------------------------------------------------
-
 struct Known {
   Site site;
   uintptr_t key;
@@ -301,8 +295,6 @@ int order_at(uintptr_t pc, Site::Op op, int order, uintptr_t at) {
   const size_t found = by_address[place_in(key)];
   return found == 0 || sites[found - 1].weaker < 0 ? order : sites[found - 1].weaker;
 }
-
-// Operations ----------------------------------------------------------------------------------
 
 template <typename T>
 T load(const volatile T* place, int order, uintptr_t pc) {
@@ -375,8 +367,6 @@ uint32_t kernel_load(uintptr_t at, uintptr_t pc) {
   tick(*here);
   return static_cast<uint32_t>(store.value);
 }
-
-// Memory --------------------------------------------------------------------------------------
 
 namespace {
 
@@ -465,8 +455,6 @@ bool is_dropped(uintptr_t at, uintptr_t pc, Site::Op op) {
 }
 
 }  // namespace model
-
-// Calls by the compiler -----------------------------------------------------------------------
 
 using model::here;
 using model::note;

@@ -63,8 +63,6 @@ int vanished();     // the vanished rank; -1: none
 void gave_up();     // this rank's call has failed: other ranks may see its memory change and must not use it
 int one_of(int n);  // a choice that is searched like the choices of schedules
 
-// Between the parts of the model -----------------------------------------------------------------
-
 enum class Kind : uint8_t { kSchedule, kStale, kCase };
 // Choose one of `n` alternatives, from 0, which costs nothing. For kSchedule: the fibers.
 int choose(Kind kind, int n, const int8_t* fibers = nullptr);

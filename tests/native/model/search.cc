@@ -165,8 +165,6 @@ Case vanishing(Case one) {
   return one;
 }
 
-// Search --------------------------------------------------------------------------------------
-
 namespace {
 
 bool run(const Case& one, const Schedule& schedule, bool traced = false) {
@@ -318,8 +316,6 @@ int try_all(const std::vector<Case>& chosen, long schedules, long searched, int 
   std::printf(is_well ? "all right\n" : "the model has found something\n");
   return is_well ? 0 : 1;
 }
-
-// Mutants -------------------------------------------------------------------------------------
 
 const char* const kOrders[] = {"relaxed", "consume", "acquire", "release", "acq_rel", "seq_cst"};
 enum { kRelaxed, kConsume, kAcquire, kRelease, kBoth, kSequential };

@@ -13,8 +13,6 @@
 
 namespace model {
 
-// Mutexes and conditions ----------------------------------------------------------------------
-
 namespace {
 
 struct Mutex {
@@ -127,8 +125,6 @@ void model_notify_all(void* at) {
   record("notify all", number(at), static_cast<uint64_t>(wake_all(at, kMostFibers)), CALLER);
 }
 
-// Threads -------------------------------------------------------------------------------------
-
 int pthread_create(pthread_t* thread, const pthread_attr_t*, void* (*entry)(void*), void* argument) {
   if (here == nullptr) return EAGAIN;
   Fiber& made = spawn(here->rank, entry, argument);
@@ -163,8 +159,6 @@ int clock_gettime(clockid_t clock, timespec* time) {
 }
 
 }  // extern "C"
-
-// Memory --------------------------------------------------------------------------------------
 
 namespace {
 
@@ -204,8 +198,6 @@ void operator delete(void* at, size_t) noexcept { unmake(at, CALLER); }
 void operator delete[](void* at, size_t) noexcept { unmake(at, CALLER); }
 void operator delete(void* at, std::align_val_t) noexcept { unmake(at, CALLER); }
 void operator delete(void* at, size_t, std::align_val_t) noexcept { unmake(at, CALLER); }
-
-// Seam ------------------------------------------------------------------------------------
 
 namespace model {
 namespace {
