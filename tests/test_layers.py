@@ -241,7 +241,6 @@ def test_modules_import_each_other_in_one_direction() -> None:
 
 
 def without_lazy_names(module: Path) -> ast.Module:
-    """Return the module without TYPE_CHECKING blocks and ``__getattr__``."""
     tree = ast.parse(module.read_text())
     is_strict = any(within(name_of(module), package) for package in ONE_WAY)
     tree.body = [

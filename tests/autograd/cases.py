@@ -84,7 +84,6 @@ def einsum(subscripts: str, *arrays: np.ndarray) -> Case:
 
 
 def recurrent(kind: str, module: str, reverse: bool, states: int) -> Case:
-    """Return a recurrent layer (3 features, 2 hidden, 4 steps, batch of 2) and its last state."""
     rows = 2 * GATES[kind]
     shapes = (2, 4, 3), (rows, 3), (rows, 2), (rows,), (rows,), *[(2, 2)] * states
 

@@ -168,7 +168,6 @@ def folder() -> Path:
 
 @functools.cache
 def load(source: str) -> Any:
-    """Compile C++ ``source`` and return its function ``run``."""
     library = folder() / f"{len(list(folder().iterdir()))}.so"
     # The headers of C++17 are compiled in half of the time.
     standard = "c++20" if "<barrier>" in source else "c++17"

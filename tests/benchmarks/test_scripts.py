@@ -21,7 +21,6 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 def run(
     tmp_path: Path, script: str, *arguments: str, seconds: float = 200.0, common: bool = True
 ) -> tuple[str, dict[str, Any]]:
-    """Return the output of the script and its JSON results; ``common`` adds the usual options."""
     file = tmp_path / "result.json"
     options = (*QUICK, "--environments", str(tmp_path)) if common else ()
     command = [sys.executable, BENCHMARKS / script, *options, "--json", file, *arguments]

@@ -114,7 +114,6 @@ class Verdict:
 
 
 def play(ranks: Ranks, game: Round) -> Verdict:
-    """Run a round, end its processes, and judge."""
     verdict = Verdict()
     segments = leftovers.segments()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:

@@ -87,7 +87,6 @@ def test_file_store_repairs_damage(
 
 @pytest.fixture
 def small_disk(folder: Path) -> Iterator[Path]:
-    """Mount a file system of ``DISK`` pages."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK * PAGE}", "tmpfs", str(folder)]
     mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
     if mounted.returncode != 0:

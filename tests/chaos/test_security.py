@@ -114,7 +114,6 @@ def test_gloo_listens_on_the_loopback_unless_hosts_differ() -> None:
 
 
 def test_ranks_do_not_map_memory_of_another_user(tmp_path: Path) -> None:
-    """Memory of another user is not mapped, even if it can be opened."""
     from flashlight_py import _native
 
     try:

@@ -13,7 +13,6 @@ MANY = 40
 
 
 def _send_round(x: Array, method: str) -> None:
-    """Send to the next rank and receive from the rank before."""
     rank, size = fl.get_world_rank(), fl.get_world_size()
     after, before = (rank + 1) % size, (rank - 1) % size
     if method == "sendrecv":

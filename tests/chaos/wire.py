@@ -17,7 +17,6 @@ GREETING = struct.Struct("!4sHHQ")  # greeting of the TCP rendezvous
 
 
 def listening(pids: Iterable[int]) -> set[Address]:
-    """Return the IPv4 addresses at which the processes ``pids`` listen."""
     return set().union(*(ends for _, ends in ends_of(pids)))
 
 

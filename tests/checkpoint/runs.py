@@ -53,7 +53,6 @@ class Run:
         return {**parts, "rng": self.random}
 
     def everything(self) -> bytes:
-        """Return the complete state, for comparison of all bits."""
         arrays = [variable.numpy().copy() for variable in self.model.params()]
         moments = self.optimizer.state_dict()
         state = [moments["lr"], *(np.array(x).tobytes() for x in _leaves(moments))]

@@ -291,7 +291,6 @@ def test_load_logs_skipped_checkpoints(tmp_path: Path, caplog: pytest.LogCapture
 
 
 def next_numbers(rank: int, size: int, folder: Path, save: bool) -> list[float]:
-    """Save or load, and draw from a generator and from the generator of the library."""
     seed = rank if save else 100 + rank
     generator = np.random.default_rng(seed)
     fl.set_seed(seed)

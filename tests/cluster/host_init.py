@@ -40,7 +40,6 @@ def main() -> None:
 
 
 def _mount(plan: dict[str, Any]) -> None:
-    """Mount separate folders for the host; the folders ``plan["shared"]`` remain shared."""
     shared = {path: os.open(path, os.O_PATH) for path in plan["shared"]}
     for path in ("/tmp", "/dev/shm", "/run"):
         _call("mount", b"tmpfs", path.encode(), b"tmpfs", 0, b"mode=1777")

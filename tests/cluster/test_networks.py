@@ -28,8 +28,6 @@ SECRET = {"MASTER_SECRET": "known to these ranks alone"}
 
 
 class Place(NamedTuple):
-    """Rank, number of ranks and host of a process."""
-
     rank: int
     size: int
     local: int
@@ -101,7 +99,6 @@ def ranks(
     source: str = PROGRAM,
     **params: Any,
 ) -> list[Outcome]:
-    """Start ``PER_HOST`` ranks with their ``variables`` on each of the first ``hosts`` hosts."""
     command = [sys.executable, str(program(cluster, source)), json.dumps(params)]
     size = PER_HOST * (hosts or len(cluster))
     places = [Place(rank, size, rank % PER_HOST, rank // PER_HOST) for rank in range(size)]

@@ -44,7 +44,6 @@ def test_tensor_dataset_samples_are_views_of_rows() -> None:
 
 @pytest.fixture(params=["h5py", "zarr", "memmap"])
 def stored(request: Any, tmp_path: Path) -> Any:
-    """Return ROWS and LABELS as arrays in files that are not read yet."""
     if request.param == "memmap":
         np.save(tmp_path / "x.npy", ROWS)
         yield [np.load(tmp_path / "x.npy", mmap_mode="r"), LABELS]

@@ -50,7 +50,6 @@ def hosts_by_letter(places: str, **environ: str) -> Callable[[int], dict[str, st
 
 
 def world_of(backend: str, *more: dict[str, Any], **params: Any) -> dict[str, Any]:
-    """Return the arguments of the world of ``backend``, with ``more`` and more ``params``."""
     if backend == "mpi":
         pytest.importorskip("mpi4py")
     world = BACKENDS[backend][1]
@@ -369,7 +368,6 @@ def mismatch_now_or_later(call: Callable[[], Any]) -> str:
 
 
 def check_every_op(rank: int, size: int, verb: str, name: str, layout: str) -> None:
-    """Reduce in place by ``verb``. The root is the last rank."""
     row, function, shape = BY_NAME[verb], getattr(fl, verb), shape_of(layout)
     root = {"root": size - 1} if row.rooted else {}
     everyone = [values(r, shape, name) for r in range(size)]

@@ -117,7 +117,6 @@ class Outcome:
         return texts.get(self.kind, self.kind)
 
     def report(self) -> str:
-        """Return the description, the traceback and the output of the rank."""
         parts = [f"--- rank {self.rank}: {self.describe()}", self.traceback.rstrip()]
         if self.stderr.strip():
             parts.append(f"[rank {self.rank}, end of its output]\n{self.stderr.rstrip()}")
@@ -165,7 +164,6 @@ def run_survivors(
 
 
 def living_processes() -> set[int]:
-    """Return the processes of open pools, and the fork server."""
     return {pid for pool in _living for pid in pool.pids()} | {server.pid for server in _servers}
 
 
@@ -221,7 +219,6 @@ class RankPool:
         self.run(_call_each, fn, list(cases), deadline=deadline)
 
     def outcomes(self, fn: Callable[..., Any], *args: Any, deadline: float = 60.0) -> list[Outcome]:
-        """Return the outcome of each rank. Only a stuck rank raises."""
         outcomes = self._execute(fn, args, deadline, grace=deadline)
         if any(outcome.kind == "stuck" for outcome in outcomes):
             raise RanksFailedError(fn.__qualname__, outcomes)

@@ -47,7 +47,6 @@ def reduce(hook: Any, arrays: list[Array], scale: float = 1.0, **options: Any) -
 def steps(
     rank: int, size: int, name: str, dtype: str, count: int, options: dict[str, Any]
 ) -> tuple[list[list[Array]], dict[str, Array], int]:
-    """Return the results of ``count`` steps, then the state of this rank, and the bytes."""
     hook = make(name, **options)
     results = [reduce(hook, gradients(rank, step, dtype), 1.0) for step in range(count)]
     return results, hook.state_dict(), hook.bytes_per_step
@@ -66,8 +65,6 @@ def bucket_sizes() -> list[int]:
 
 
 def residuals(state: dict[str, Array]) -> Array:
-    """Return all residuals of a state as one array. A bucket without residuals has sent
-    everything."""
     sizes = enumerate(bucket_sizes())
     return np.concatenate([state.get(f"residual.{index}", np.zeros(size)) for index, size in sizes])
 

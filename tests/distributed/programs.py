@@ -84,7 +84,6 @@ class Call:
 
 @st.composite
 def programs(draw: Any, size: int, verbs: Sequence[str] = VERBS) -> list[Call]:
-    """Draw calls for a world of ``size`` ranks: in the world and in two groups of some ranks."""
     some = [draw(st.permutations(range(size)))[: draw(st.integers(1, size))] for _ in range(2)]
     groups = [tuple(range(size)), *map(tuple, some)]
     return draw(st.lists(_calls(groups, verbs), min_size=1, max_size=MOST_CALLS))
@@ -230,7 +229,6 @@ def assert_reduced(call: Call, got: Array, expected: Array) -> None:
 
 
 def _scatter(call: Call, group: fl.ProcessGroup) -> Steps:
-    """Scatter an array in equal or unequal parts, or a list of parts."""
     is_uneven = call.verb in UNEVEN
     rows = [call.rows_for(r) if is_uneven else call.rows for r in range(group.size)]
     array = values(99, (sum(rows), call.width), call.dtype)
@@ -252,7 +250,6 @@ def _scatter(call: Call, group: fl.ProcessGroup) -> Steps:
 
 
 def _several(call: Call, group: fl.ProcessGroup) -> Steps:
-    """Reduce arrays of several dtypes and lengths, some of them strided."""
     rank, size = group.rank, group.size
     lists = [[call.unequal(r), values(r, (3,), "int16"), call.array(r)] for r in range(size)]
     expected = [np.concatenate(arrays) for arrays in zip(*lists, strict=True)]

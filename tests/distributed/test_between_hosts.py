@@ -51,7 +51,6 @@ def hosts_of(places: str) -> list[list[int]]:
 
 
 def in_order(arrays: Sequence[Any], places: str, op: str = "sum", scale: float = 1.0) -> Any:
-    """Combine the arrays of each host, then the hosts, for any order of the ranks."""
     hosts = hosts_of(places)
     by_host = [arrays[rank] for host in hosts for rank in host]
     return combine_by_hosts(by_host, ReduceOp[op.upper()], scale, [len(host) for host in hosts])
@@ -177,7 +176,6 @@ def on_two_hosts(timeout: float = 1) -> Any:
 
 
 def before_reduce_scatter(wait: Callable[[GlooBackend], None]) -> None:
-    """Call ``wait`` before this rank starts a reduce_scatter between hosts."""
     real = GlooBackend.start
 
     def late(self: GlooBackend, call: Call) -> Work:

@@ -86,7 +86,6 @@ class Raw:
         return self.lib.fl_run(self.groups[rank], call, data, null, -1, 20.0, not blocking, null)
 
     def end(self, op: Any) -> int:
-        """Wait for ``op`` and return its status."""
         if op == self.ffi.NULL:
             return int(self.lib.FL_OK)
         while self.lib.fl_op_wait(op, 0.1) == self.lib.FL_PENDING:
@@ -208,7 +207,6 @@ COMPILER = [
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with compiled parts of csrc/gloo."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     folder = tmp_path_factory.mktemp("gloo")

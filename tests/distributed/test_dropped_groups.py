@@ -149,8 +149,6 @@ def test_ctrl_c_is_raised_if_it_arrives_while_an_object_is_freed(ranks: Any) -> 
 
 
 class _Interrupted:
-    """A backend whose close() raises KeyboardInterrupt."""
-
     closed = 0
 
     def is_busy(self) -> bool:
@@ -208,7 +206,6 @@ SLACK = 1500
 
 
 def holdings() -> dict[str, int]:
-    """Return kilobytes of memory, descriptors and threads of this process."""
     gc.collect()
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     memory, threads = (int(fields[name].split()[0]) for name in ("RssAnon", "Threads"))
@@ -216,7 +213,6 @@ def holdings() -> dict[str, int]:
 
 
 def growth(rank: int, size: int, params: dict[str, Any]) -> dict[str, int]:
-    """Return the growth of this process in ``CYCLES`` cycles."""
     held = {}
     for number in range(1, WARM + CYCLES + 1):
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)

@@ -32,7 +32,6 @@ def factorisations(size: int, dims: int) -> Iterator[tuple[int, ...]]:
 
 
 def compare_with_mpi(rank: int, size: int, most_dims: int) -> int:
-    """Compare all grids of up to ``most_dims`` dimensions of the first ranks with MPI's grids."""
     from mpi4py import MPI
 
     tried = 0

@@ -164,7 +164,6 @@ of_three = on_ranks(*THREE[:2], slow=THREE[2:])
 
 
 def waits_in_vain(group: Any, verb: str) -> None:
-    """Wait for ranks that never call, until the timeout of the group."""
     began, more = time.monotonic(), [(group.rank + 1) % group.size] if verb == "recv" else []
     late = fl.errors.CollectiveTimeoutError, fl.errors.MismatchError  # other ranks call the world
     with pytest.raises(late, match=r"0\.\d+ seconds"):

@@ -253,7 +253,6 @@ def test_verbs_accept_unaligned_arrays(rank: int, size: int) -> None:
 
 @on_ranks()
 def test_verbs_ignore_np_seterr(rank: int, size: int) -> None:
-    """np.seterr of one rank changes no result and raises nothing."""
     with np.errstate(all="raise" if rank == 1 else "ignore"):
         for dtype in ("f2", "f4", "f8", "c8", "g"):
             large, small = np.finfo(dtype).max, np.finfo(dtype).tiny

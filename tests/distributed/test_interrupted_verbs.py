@@ -165,7 +165,6 @@ def test_table_of_interrupted_verbs_is_complete() -> None:
 
 
 def interrupt(call: Callable[[], Any], group: Group, is_wait: bool) -> None:
-    """Run ``call``, and raise SIGINT after it has begun."""
     calls, done = group.journal.header, threading.Event()
     before = calls[1]
 
@@ -187,7 +186,6 @@ def interrupt(call: Callable[[], Any], group: Group, is_wait: bool) -> None:
 
 
 def try_interrupts(rank: int, size: int, names: list[str], goes_on: bool) -> list[str]:
-    """Try each of ``names`` in a group of its own, and return the problems."""
     wrong, ends = [], fl.new_group([0, size - 1])
     for name in names:
         group = fl.new_group(range(size))
@@ -305,7 +303,6 @@ def everywhere(fast: int = 1, fresh: bool = True) -> Any:
 
 
 def in_some(names: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Return each of ``names`` in two of the four worlds."""
     return [(WORLDS[i % 4], name) for j, name in enumerate(names) for i in (j, j + 1 + j % 3)]
 
 

@@ -40,13 +40,11 @@ class Checks:
         return self.library.numpy.asarray(values, self.name)
 
     def same(self, got: Any, values: Any) -> None:
-        """Check that ``got`` is an array of the library and the dtype with these ``values``."""
         assert isinstance(got, self.array), type(got)
         assert str(got.dtype).removeprefix("torch.") == self.name
         assert got.tolist() == self.make(values).tolist()
 
     def filled(self, got: Any, out: Any, values: Any, before: Any) -> None:
-        """Check that ``got`` has ``values``, and is ``out`` or leaves ``out`` unchanged."""
         self.same(got, values)
         assert (got is out) == self.in_place
         if not self.in_place:

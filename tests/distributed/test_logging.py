@@ -20,7 +20,6 @@ from tests.distributed.threads import connect_ranks, run_on_threads
 
 
 def logged(*filters: fl.RankFilter) -> list[str]:
-    """Return the output of an info and an error with these filters on the handler."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(logging.Formatter("%(rank)s/%(local_rank)s/%(world_size)s %(message)s"))

@@ -313,7 +313,6 @@ def begin(group: ProcessGroup, lost: int, count: int, batch: bool) -> list[Any]:
 
 
 def errors_of(works: list[Any]) -> list[DistributedError]:
-    """Wait for each work, which must fail, and return the errors."""
     errors = []
     for work in works:
         with pytest.raises(DistributedError) as caught:

@@ -166,7 +166,6 @@ class Ours:
     """The world of this package."""
 
     def do(self, op: Op, array: Array) -> Array:
-        """Send, or return the received array."""
         kind, message, peer = op
         if kind == "recv":
             return fl.recv(array, peer, message.tag.number, partial=message.tag.partial)
@@ -195,7 +194,6 @@ class Ours:
         return bool(works.is_completed())
 
     def wait(self, works: Any, ops: list[tuple[Op, Array]]) -> list[Array]:
-        """Return the arrays, or the received part of a partial receive."""
         if not isinstance(works, list):
             return works.wait()
         parts = (work.wait() for work in works)
@@ -245,7 +243,6 @@ class Mpi:
 
 
 def _run(library: Ours | Mpi, program: Program, rank: int) -> list[tuple[Message, Array]]:
-    """Run the part of ``rank``; return the received messages in the order of the receives."""
     received: list[tuple[Message, Array]] = []
     begun: list[tuple[Any, list[tuple[Op, Array]], list[int]]] = []
     for action, ops, number in program.actions(rank):
@@ -283,7 +280,6 @@ def _run(library: Ours | Mpi, program: Program, rank: int) -> list[tuple[Message
 
 
 def run_on_both(rank: int, size: int, count: int, most: int, seed: int) -> None:
-    """Run a program in this package and in MPI. Both must receive the expected messages."""
     program, mpi = Program(size, count, most, seed), Mpi()
     expected = program.expected(rank)
     fl.barrier()

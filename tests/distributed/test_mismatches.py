@@ -208,14 +208,12 @@ def test_mismatch_error_names_call_sites_of_all_ranks(rank: int, size: int, star
 
 
 def number_of(message: str) -> int:
-    """Return the number of a call in the group, from 1."""
     match = re.search(r"made different calls in call (\d+) of this group", message)
     assert match, message
     return int(match[1])
 
 
 def line_of(function: Any) -> int:
-    """Return the line of the first statement of a function."""
     line: int = function.__code__.co_firstlineno
     return line + 1
 

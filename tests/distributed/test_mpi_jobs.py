@@ -46,7 +46,6 @@ def start_job(size: int, *program: str) -> subprocess.Popen[str]:
 
 
 def mpirun(size: int, script: str, timeout: float = 20.0, begins: bool = True) -> list[str]:
-    """Run ``script`` on ``size`` ranks and return their sorted output; all must exit with 0."""
     program = IMPORTS + BEGINNING * begins + script
     code, output = finish(start_job(size, program, str(timeout)))
     assert code == 0, output

@@ -139,7 +139,6 @@ def test_all_to_all_rows_are_compared_and_checked(rank: int, size: int) -> None:
 
 @in_both
 def test_batch_of_messages_is_started_natively(rank: int, size: int) -> None:
-    """Each message of a batch of plain arrays is recorded."""
     settle()
     group, peer = current_world().group, 1 - rank
     for count in (3, 3000, 300_000):

@@ -98,7 +98,6 @@ def test_failure_contains_both_error_texts_of_nccl(nccl: NcclLibrary) -> None:
 
 
 def test_declarations_match_nccl_h(nccl: NcclLibrary) -> None:
-    """Compares the values of enumerators and the parameter types of functions with the header."""
     ours = (Path(__file__).parents[2] / "csrc" / "nccl" / "nccl.cdef.h").read_text()
     declared = re.findall(r"\b(nccl\w+)\(", ours)
     assert len(declared) >= 20
@@ -118,7 +117,6 @@ def test_declarations_match_nccl_h(nccl: NcclLibrary) -> None:
 
 
 def parameters(source: str, function: str) -> list[str]:
-    """Return the types of a function's parameters, without const."""
     match = re.search(
         rf"ncclResult_t\s+{function}\(([^)]*)\)|char\s*\*\s*{function}\(([^)]*)\)", source
     )
@@ -200,7 +198,6 @@ def test_form_of_returns_the_codes_of_the_library() -> None:
 
 
 def real_unique_id(rank: int, size: int, port: int = 0) -> tuple[bytes, bytes]:
-    """Return the unique id of rank 0's NCCL, on rank 0 and as received here."""
     if port:  # the ENV rendezvous reads the variables
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -334,7 +331,6 @@ def test_wrong_length_of_out_raises_on_its_rank_only(rank: int, size: int) -> No
 
 @on_ranks()
 def test_connecting_gpus_uses_the_timeout_of_the_parent_group(rank: int, size: int) -> None:
-    """Connect GPUs in a group whose timeout is shorter than the delay of one rank."""
     verbs.cupy()
     with fl.new_group(range(size), timeout=0.3) as group:
         x = verbs.on_gpu(np.ones(3))

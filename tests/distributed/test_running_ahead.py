@@ -79,7 +79,6 @@ def test_call_that_needs_no_other_rank_does_not_wait(rank: int, size: int, verb:
 
 
 def make_calls_ahead(op: ReduceOp) -> None:
-    """Make 100 calls ahead, the last one with ``op``, and compare them."""
     cpu = members_of(None).backend()
     assert cpu.look_back is not None
     for last in [ReduceOp.SUM] * 99 + [op]:

@@ -350,7 +350,6 @@ MB = 1 << 20
 
 
 def mappings(array: np.ndarray) -> list[tuple[str, str]]:
-    """Return the permissions and inode of each mapping that contains ``array``."""
     first = array.__array_interface__["data"][0]
     results = []
     for line in Path("/proc/self/maps").read_text().splitlines():

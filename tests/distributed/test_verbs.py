@@ -210,7 +210,6 @@ def test_native_entry_raises_python_errors_for_wrong_arguments(wrong: dict[str, 
 
 
 def functions_called(verb: Callable[[], object]) -> list[str]:
-    """Return the functions of the package ``api`` that ``verb`` calls on this thread."""
     called: list[str] = []
 
     def note(frame: Any, event: str, _: object) -> None:

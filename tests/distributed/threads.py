@@ -16,7 +16,6 @@ from flashlight_py.distributed.verbs import ALL_GATHER
 
 
 def run_on_threads(size: int, run: Callable[[int], object]) -> None:
-    """Call ``run(rank)`` for each of ``size`` ranks on its own thread, and wait for all."""
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()

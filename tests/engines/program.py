@@ -14,7 +14,6 @@ import flashlight_py as fl
 
 
 def main() -> None:
-    """Print rank, size and the sum of all ranks, or end as requested."""
     fl.distributed_init(fl.DistributedInit.ENV)
     rank, size = fl.get_world_rank(), fl.get_world_size()
     print(f"{rank} of {size} sum {int(fl.all_reduce(np.array(rank)))}", flush=True)
@@ -30,7 +29,6 @@ def main() -> None:
 
 
 def submitted(start: int) -> tuple[int, int, int]:
-    """The function for submitit: rank, size, and the sum of ``start + rank``."""
     fl.distributed_init()
     rank = fl.get_world_rank()
     return rank, fl.get_world_size(), int(fl.all_reduce(np.array(start + rank)))

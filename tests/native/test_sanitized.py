@@ -31,7 +31,6 @@ pytestmark = [
 
 
 def make(folder: str, target: str, **variables: int | str) -> None:
-    """Make ``target`` in ``folder``, relative to this folder: build a program and run it."""
     settings = [f"OUT={BUILD / folder}", *(f"{name}={value}" for name, value in variables.items())]
     command = ["make", "-s", "-j2", "-C", str(NATIVE / folder), target, *settings]
     # Without the variables of a make that runs this test.

@@ -105,7 +105,6 @@ def images(dtype: str = "float64") -> np.ndarray:
 
 
 def equals_torch(oracle: Oracle, code: str, function: Any, **arrays: np.ndarray) -> None:
-    """Compare values and gradients of ``function`` with the result of ``code``."""
     expected = oracle(f"y = {code}", [*arrays], **arrays)
     for context, dtype in METHODS:
         variables = [param(array.astype(dtype)) for array in arrays.values()]

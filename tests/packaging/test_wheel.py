@@ -152,7 +152,6 @@ def home(tmp_path: Path) -> Iterator[Path]:
 
 
 def machine_with(version: str, home: Path, *packages: str) -> Machine:
-    """Return a machine with an environment of this Python version."""
     release, python = DEBIAN.get(version), ""
     if release is None:
         release = platform.freedesktop_os_release().get("VERSION_CODENAME")

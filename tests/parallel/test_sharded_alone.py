@@ -23,7 +23,6 @@ def _shards_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sharded() -> tuple[Net, Any]:
-    """Return a sharded module and its optimizer."""
     model = Net("float32")
     fl.fully_shard(model)
     return model, optimizer_of(model, "sgd")

@@ -102,7 +102,6 @@ def unsynchronised(model: Any, kind: str) -> Any:
 
 
 def train(case: str, rule: str, kind: str, rank: int, size: int, all_use: bool) -> Any:
-    """Train from rank 0's state, and return parameters, states and gradients."""
     is_alone, grads = case == "one by one", list[Any]()
     model = Net(0 if is_alone else rank).train()
     params = model.params()

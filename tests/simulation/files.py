@@ -86,8 +86,6 @@ class File:
 
 
 class Selector(File):
-    """Selector of several objects."""
-
     def __init__(self) -> None:
         super().__init__(me())
         self.keys: dict[int, SelectorKey] = {}

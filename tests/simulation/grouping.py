@@ -45,8 +45,6 @@ class Made(NamedTuple):
 
 
 class _World(Joined):
-    """All ranks. A connection starts with its first message."""
-
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.network = self.memory = self
@@ -100,8 +98,6 @@ class _LocalNumbers:
 
 
 class Grouping(Start):
-    """A group of ``members`` that ``ranks`` connected ranks create."""
-
     def __init__(self, ranks: int, seed: int, members: Sequence[int]) -> None:
         super().__init__(ranks, seed, _PER_HOST, begin=self._make)
         self.members_of = dict.fromkeys(range(ranks), members)  # by each rank

@@ -106,7 +106,6 @@ class Launch:
         return main
 
     def running(self) -> dict[int, int]:
-        """Return the hosts on which a rank runs, and the number of ranks of their start."""
         return {
             process.host.number - 1: int(process.environ["WORLD_SIZE"])
             for process in self.world.processes.values()
@@ -114,7 +113,6 @@ class Launch:
         }
 
     def run(self, until: float = 1e3, is_done: Callable[[], bool] = lambda: False) -> "Launch":
-        """Run until the launcher has ended, or ``is_done`` is true."""
         with installed(self.world), native_stood_in_for(), costs.charged(self.world.spend):
             self.world.run(until, lambda: is_done() or self.launcher.code is not None)
             if not is_done() and self.world.now < until:

@@ -113,7 +113,6 @@ class Socket(File):
         return ends[0], ends[1]
 
     def join(self, process: Process) -> None:
-        """Count it as a connection of ``process``."""
         self.owner = process
         process.connections += 1
         process.most_connections = max(process.most_connections, process.connections)
@@ -253,7 +252,6 @@ class Socket(File):
         return data
 
     def _message(self) -> bytes:
-        """Return the next message; a large message is read completely."""
         first = self.inbox[0]
         if isinstance(first, _Large):
             first.is_read = True

@@ -106,7 +106,6 @@ def _unreadable(offer: Sequence[Any], own_domain: str) -> str:
 
 @contextmanager
 def native_stood_in_for() -> Iterator[None]:
-    """Replace native code by the stand-ins."""
     group = SimpleNamespace(size=0, close=lambda: None)
     joined = lambda *_, **__: group  # noqa: E731
     stand_ins: dict[tuple[Any, str], Any] = {

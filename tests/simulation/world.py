@@ -119,7 +119,6 @@ class Process:
         return fiber
 
     def child(self, main: Callable[[], int | None], environ: Mapping[str, str]) -> "Process":
-        """Start a child process."""
         child = Process(self.host, main, environ, IMPORT)
         child.parent, self.children[child.pid] = self, child
         return child
@@ -214,7 +213,6 @@ class World:
         return self.now if fiber is self.hub else float(fiber.clock)
 
     def run(self, until: float = math.inf, is_done: Callable[[], bool] = lambda: False) -> None:
-        """Run until there are no events, the time is ``until``, or ``is_done`` is true."""
         events, ready, pop = self._events, self._ready, heapq.heappop
         usual = gc.get_threshold()
         gc.set_threshold(100_000, 100, 1000)  # full collections are slow
@@ -230,7 +228,6 @@ class World:
             gc.set_threshold(*usual)
 
     def resume(self, fiber: Fiber, is_woken: bool) -> None:
-        """Resume a fiber unless its process is stopped or has ended."""
         process = fiber.process
         if fiber.dead:
             return
@@ -295,7 +292,6 @@ class World:
                 self._ready.append(fiber)
 
     def spend(self, seconds: float) -> None:
-        """Let the calling fiber compute for ``seconds``."""
         fiber: Fiber = getcurrent()
         if fiber is self.hub:
             return

@@ -89,7 +89,6 @@ def step(library: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(**request: Any) -> Any:
-    """Run a step, or a program with arrays, and return the result."""
     import pytagi
     import pytagi.nn
 

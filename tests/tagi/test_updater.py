@@ -279,7 +279,6 @@ def arrays(size: int) -> tuple[np.ndarray, ...]:
 
 
 def step(arrays: Sequence[np.ndarray], cap: float) -> tuple[np.ndarray, ...]:
-    """Return the arrays after the step of a bucket."""
     mean, variance, *sums = arrays
     bucket = ParameterBucket([Parameter(mean, variance)], "cpu")
     bucket.sums[...] = np.concatenate(sums)

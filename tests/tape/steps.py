@@ -180,7 +180,6 @@ def training(
 
 
 def trained(read: Callable[[Any, Any], Any] = lambda loss, x: None) -> Any:
-    """Return a step of a model with dropout, the model, and the optimizer."""
     fl.set_seed(1)
     layers = fl.nn.Linear(3, 5), fl.nn.ReLU(), fl.nn.Dropout(0.5), fl.nn.Linear(5, 1)
     model = fl.nn.Sequential(*layers).astype("f8")
@@ -194,7 +193,6 @@ def trained(read: Callable[[Any, Any], Any] = lambda loss, x: None) -> Any:
 
 
 def regression(model: Any, optimizer: Any, before_step: Any = None) -> Callable[..., Any]:
-    """Return a training step of ``model`` with the mean squared error."""
     loss_of = fl.nn.MeanSquaredError()
     loss = lambda x, y: loss_of(model(fl.input(x)), fl.no_grad(y))  # noqa: E731
     return training(optimizer, loss, before_step)

@@ -85,7 +85,6 @@ def set_global(value: Any) -> None:
 
 
 def read_and_write() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Return a function that reads a value by name, and a function that changes the value."""
     number: Any = 1.0
     one, other, slotted, module = Derived(), Settings(), Slotted(), Reading()
     settings = type("Settings", (Settings,), {"beta": 1.0})

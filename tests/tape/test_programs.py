@@ -221,7 +221,6 @@ RETURNS = words("""
 
 @st.composite
 def programs(draw: Any) -> Any:
-    """Return the text of a program, its dtypes and shapes, and a seed."""
     sizes = st.sampled_from([3, 3, 2, 1, 4, 17, 0, 70])
     shape = {"n": draw(sizes), "m": draw(sizes), "k": draw(sizes), "1": 1}
     dtypes = [draw(st.sampled_from(DTYPES)) for _ in range(3)]

@@ -115,7 +115,6 @@ def images(sync: bool = False) -> fl.nn.Sequential:
 
 
 def with_buffers(kinds: tuple[str, ...], width: int) -> fl.nn.Sequential:
-    """Return a model with BatchNorm, dropout or both."""
     nn = fl.nn
     dropout = [nn.Dropout(0.2)] if "dropout" in kinds else []
     norm = [nn.BatchNorm(3)] if "norm" in kinds else []

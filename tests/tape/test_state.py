@@ -164,7 +164,6 @@ def behind_a_property() -> Any:
 
 
 def of_two_functions() -> Any:
-    """Use two functions, one bound by functools.partial."""
     holder = SimpleNamespace(one=np.ones(3), other=np.ones(3))
     inner = lambda x: x * holder.other  # noqa: E731
     step = functools.partial(lambda number, x: inner(x) * holder.one + number, 3)

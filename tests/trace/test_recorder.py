@@ -433,7 +433,6 @@ document.body.dataset.results = JSON.stringify(results);
 
 
 def seen(trace: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the results of ``ACTIONS`` on the page of ``trace`` in a browser."""
     file = folder / "page.html"
     text = page(trace).replace("</body>", f"<script>{{{ACTIONS}}}</script></body>")
     file.write_text(text, encoding="utf-8")
