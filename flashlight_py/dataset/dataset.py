@@ -32,8 +32,15 @@ class Dataset(abc.ABC):
         """Return the sample at ``index``, an index in [0, len) that the caller has checked."""
 
     def take(self, indices: Indices) -> Sample:
-        """Return the samples at ``indices``, a 1-D array, as one batch of new, stacked arrays."""
-        return stack_samples([self.get(int(index)) for index in indices])
+        """Return the samples at ``indices``, a 1-D array, as one batch of new, stacked arrays.
+
+        Raises ValueError if samples differ in their number of fields or in the shape of a field.
+        """
+        samples = [self.get(int(index)) for index in indices]
+        if len(counts := {len(sample) for sample in samples}) != 1:
+            fields = f"samples must have equal numbers of fields, got {sorted(counts)}"
+            raise ValueError(f"batch: {fields}")
+        return tuple(starmap(_stack_field, enumerate(zip(*samples, strict=True))))
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
         """Return the sample at ``index``; a negative index counts from the end.
@@ -55,17 +62,6 @@ class Dataset(abc.ABC):
 
     def handed_out(self, index: int) -> None:  # noqa: B027 - optional for subclasses
         """Called when an iteration returns sample ``index``. This implementation does nothing."""
-
-
-def stack_samples(samples: Sequence[Sample]) -> Sample:
-    """Return a batch with the samples' fields stacked along a new first dimension.
-
-    Raises ValueError if samples differ in their number of fields or in the shape of a field.
-    """
-    counts = {len(sample) for sample in samples}
-    if len(counts) != 1:
-        raise ValueError(f"batch: samples must have equal numbers of fields, got {sorted(counts)}")
-    return tuple(starmap(_stack_field, enumerate(zip(*samples, strict=True))))
 
 
 def _stack_field(number: int, values: Sequence[Any]) -> Array:

@@ -483,32 +483,24 @@ class HierarchicalBackend(Backend):
         """Return ``wait()``. If its error breaks one backend, end the other backends too."""
         try:
             return wait()
-        except errors.GroupClosedError as error:
-            raise self.host_loss_or(doing, error) from error
         except errors.DistributedError as error:
-            if self._is_closed:  # other ranks may react before this call has ended
+            was_closed = isinstance(error, errors.GroupClosedError)
+            if self._is_closed and not was_closed:  # other ranks reacted before this call ended
                 text = f"[{doing}] {self._flat.name}: the group is closed. Create it again"
                 raise errors.GroupClosedError(text) from error
             group_lives = isinstance(error, errors.MismatchError) and error.group_lives
-            if group_lives or error.goes_on:
+            if group_lives or error.goes_on or self._is_closed:
                 raise
             # A connection between hosts may close before it delivers the reason of a loss. A rank
-            # of this host may have received the reason.
-            loss = self._inside.lost(doing) if isinstance(error, errors.PeerLostError) else None
+            # of this host may have received the reason. A lost host closes the flat group.
+            part = self._flat if was_closed else self._inside
+            may_know = was_closed or isinstance(error, errors.PeerLostError)
+            loss = part.lost(doing) if may_know else None
             cause = loss if isinstance(loss, errors.PeerLostError) else error
             self.end(cause)
             if cause is error:
                 raise
             raise cause from error
-
-    def host_loss_or(self, doing: str, error: errors.GroupClosedError) -> errors.DistributedError:
-        """Return an error that names lost hosts, if their loss closed the group; else ``error``."""
-        if self._is_closed:
-            return error
-        loss = self._flat.lost(doing)
-        cause = loss if isinstance(loss, errors.PeerLostError) else error
-        self.end(cause)
-        return cause
 
     def synchronize(self) -> None:
         # Copy the lists, because a rejected call that still runs changes them.

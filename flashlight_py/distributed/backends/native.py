@@ -329,7 +329,7 @@ class NativeBackend(Backend):
         functions_of_group = fast.bind(
             *(*of_group, self.timeout, self.packed_bytes, (outer.most, outer.inside, outer.ranks)),
             (*functions, *((0,) * 5 if not self.steps else ())),
-            (outer.ended, outer.started, self._native_call_site),
+            (outer.ended, outer.started, lambda: self._address_of(self._call_site(1))),
             (AllOf, _raise_forked_error, light_work(fast), self._running),
             *(journal.memory, journal.notes, hidden_files(), outer.threads),
             (outer.waiting, dropped),
@@ -367,9 +367,6 @@ class NativeBackend(Backend):
 
     def _address_of(self, pointer: Any) -> int:
         return int(self.ffi.cast("uintptr_t", pointer))
-
-    def _native_call_site(self) -> int:
-        return self._address_of(self._call_site(1))
 
     def native_ended(self, handle: Any, verb: int, x: Any, out: Any, made: Any, *call: Any) -> Any:
         """Finish a blocking call that native code started; return its result or raise its error."""

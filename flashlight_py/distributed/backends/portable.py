@@ -133,9 +133,7 @@ class PortableBackend(Backend):
         self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
         self.callers = Callers(self.name)
         self._queue = deque[PortableWork]()  # collectives; they run one after another
-        self._receives = dict[
-            tuple[int, int], deque[PortableWork]
-        ]()  # by rank of the sender and tag
+        self._receives = dict[tuple[int, int], deque[PortableWork]]()  # by sender and tag
         # Operations without an end, and failed operations without a raised error, in call order
         self.works = dict[PortableWork, None]()
         self._next_check = 0.0  # time of the next check for late operations

@@ -50,6 +50,7 @@ _CHECK_SECONDS = 0.05
 # Seconds to wait for a comparison in a closed group: it ends soon with an error.
 _COMPARISON_SECONDS = 0.5
 _CLOSED = "the group was closed"
+_OF_OTHERS = errors.PeerLostError, errors.CollectiveTimeoutError  # another rank is the cause
 
 # MPI has no wait with a time limit, so a wait polls: first without a pause, then it yields the
 # processor, then it sleeps. A sleep takes a tenth of the time since MPI last ran an operation.
@@ -104,11 +105,8 @@ class Operation(Work):
         try:
             if self.comparison is not None:
                 self.comparison.wait(_COMPARISON_SECONDS)
-        except errors.DistributedError as error:  # only the two classes below blame another rank
-            if (
-                isinstance(error, errors.PeerLostError | errors.CollectiveTimeoutError)
-                and not error.goes_on
-            ):
+        except errors.DistributedError as error:
+            if isinstance(error, _OF_OTHERS) and not error.goes_on:
                 return error
         return None
 
@@ -241,9 +239,7 @@ class MpiBackend(Backend):
                     self._unreported = [op for op in begun if not (op.ended and op.is_settled)]
                     self.advance()
             except BaseException as error:
-                if not isinstance(
-                    error, errors.DistributedError
-                ):  # notify the other ranks, which wait
+                if not isinstance(error, errors.DistributedError):  # the other ranks wait
                     self.interrupt(operation, error)
                 raise
         if not call.blocking and not operation.ended:
@@ -339,20 +335,14 @@ class MpiBackend(Backend):
     def _break(self, operation: Operation, error: BaseException, reason: str = "") -> None:
         """End all operations because of ``error``; ``reason`` is set if this rank is the cause."""
         cause = error
-        if (
-            isinstance(error, errors.GroupClosedError) and not reason
-        ):  # look for the underlying error
+        if isinstance(error, errors.GroupClosedError) and not reason:
             causes = (other.cause() for other in (*self._queue, *self._messages))
             cause = next(filter(None, causes), error)
         if cause is error:
             operation.end(error=error)
         reported = cause if isinstance(cause, errors.DistributedError) and not reason else None
         self.control.abort(reported or self._lost(operation.name, reason))
-        for_all = (
-            cause
-            if isinstance(cause, errors.PeerLostError | errors.CollectiveTimeoutError)
-            else None
-        )
+        for_all = cause if isinstance(cause, _OF_OTHERS) else None
         self._end_all(f"this group failed earlier: {cause}", for_all)
 
     def _end_all(self, reason: str, error: errors.DistributedError | None = None) -> None:

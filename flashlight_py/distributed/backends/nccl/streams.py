@@ -194,9 +194,7 @@ class Comparisons:
             self._cpu.start(Call(BARRIER, seconds=seconds, refusal=refusal)).wait()
         except errors.MismatchError:
             # A rank that made a call ahead and then ended seems to answer. Look for its loss.
-            if isinstance(
-                self.communicator.broken, errors.PeerLostError
-            ):  # NCCL has reported a loss
+            if isinstance(self.communicator.broken, errors.PeerLostError):
                 poll(lambda: self._cpu.lost("NCCL") is not None, _ENDING_SECONDS)
             if isinstance(lost := self._cpu.lost("NCCL"), errors.PeerLostError):
                 return errors.PeerLostError, f"Asked over {self._cpu.path}: {lost}"
