@@ -1,7 +1,4 @@
-"""The dtypes in which functions compute under autocast, and the loss scale.
-
-The scale is bit-identical to torch's scale. Calls in the wrong order raise errors.
-"""
+"""The dtypes in which functions compute under autocast, and the loss scale."""
 
 import hashlib
 import random

@@ -19,16 +19,8 @@ from harness.verdicts import Verdict, at_least, at_most
 def test_ratios_divide_times_of_the_same_round() -> None:
     quiet_then_busy = {"ours": [1.0, 10.0], "peer": [2.0, 20.0]}
     assert ratios(quiet_then_busy, of="peer", to="ours") == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("missing", ["ours", "peer"])
-def test_ratios_are_empty_if_a_contender_was_not_measured(missing: str) -> None:
-    seconds = {"ours": [1.0], "peer": [2.0]}
-    del seconds[missing]
-    assert ratios(seconds, of="peer", to="ours") == []
-
-
-def test_ratios_raise_if_numbers_of_rounds_differ() -> None:
+    for alone in ({"ours": [1.0]}, {"peer": [2.0]}):  # the other one was not measured
+        assert ratios(alone, of="peer", to="ours") == []
     with pytest.raises(ValueError, match="zip"):
         ratios({"ours": [1.0], "peer": [2.0, 3.0]}, of="peer", to="ours")
 
@@ -84,29 +76,20 @@ def test_sizes_and_durations_have_units() -> None:
     ]
 
 
-def test_time_table_shows_medians_and_a_dash_for_missing_contenders() -> None:
+def test_tables_have_a_row_per_case_and_verdict() -> None:
     assert report.time_table([SMALL, LARGE], "bytes", by_size).splitlines() == [
         "| bytes | ours | peer |",
         "| --- | ---: | ---: |",
         "| 4 B | 2 us | 4 us |",
         "| 1 MB | 3 ms | - |",
     ]
-
-
-def test_ratio_table_divides_peer_times_by_our_time() -> None:
     rows = report.ratio_table([SMALL, LARGE], "bytes", by_size, "ours").splitlines()
     assert rows[0] == "| bytes | peer |"
     assert rows[2:] == ["| 4 B | 2x |", "| 1 MB | - |"]
-
-
-def test_left_out_text_has_contenders_reasons_and_cases() -> None:
-    assert report.left_out_text([SMALL, LARGE], by_size) == "- LEFT OUT peer: refused (1 MB)"
-    assert report.left_out_text([SMALL], by_size) == ""
-
-
-def test_verdict_table_has_a_row_per_verdict() -> None:
     rows = report.verdict_table([Verdict("speed", ">= 2x", "1x (4 B)", False)]).splitlines()
     assert rows[2] == "| speed | >= 2x | 1x (4 B) | **no** |"
+    assert report.left_out_text([SMALL, LARGE], by_size) == "- LEFT OUT peer: refused (1 MB)"
+    assert report.left_out_text([SMALL], by_size) == ""
 
 
 def test_write_json_contains_every_round_and_missing_contenders(tmp_path: Path) -> None:
@@ -159,30 +142,38 @@ def results_of(verdicts: Iterable[Verdict]) -> dict[str, tuple[str, bool | None]
     return {v.target: (v.measured.partition(";")[0], v.reached) for v in verdicts}
 
 
-def judged(*measurements: Measurement) -> dict[str, tuple[str, bool | None]]:
-    return results_of(targets.verdicts(measurements, absent={}))
+INTEGERS = {"flashlight_py": [2.0], "flashlight_py, min": [2.1], "flashlight_py, max": [2.5]}
+# Measurements of all_reduce, and for some targets the measured ratio and whether it is reached.
+ALL_REDUCE: list[tuple[list[Measurement], dict[str, tuple[str, bool | None]]]] = [
+    ([all_reduce(64 << 10, ours=1.0, open_mpi=4.0, mpich=1.4)], {
+        "2 ranks, to the better MPI, from 64 KB": ("1.4x (64 KB, MPICH", False),
+        "2 ranks, to the better MPI, to 4 KB": ("not measured: left out", None)}),
+    ([all_reduce(4, ours=1.0, open_mpi=1.1, torch=21.0),
+      all_reduce(MB, ours=1.0, open_mpi=2.0, torch=20.0),
+      all_reduce(64 * MB, ours=1.0, open_mpi=2.9, torch=6.0),
+      all_reduce(64 * MB, ranks=4, ours=1.0, open_mpi=3.0)], {
+        "2 ranks, to the better MPI, to 4 KB": ("1.1x (4 B, Open MPI", True),
+        "2 ranks, to the better MPI, from 64 KB": ("2x (1 MB, Open MPI", True),
+        "2 ranks, to the better MPI, from 64 MB": ("2.9x (64 MB, Open MPI", False),
+        "2 ranks, to torch gloo, to 1 MB": ("20x (1 MB, torch gloo", True),
+        "2 ranks, to torch gloo, above 1 MB": ("6x (64 MB, torch gloo", True),
+        "4 ranks, to the better MPI, 64 MB": ("3x (64 MB, Open MPI", True)}),
+    ([all_reduce(64 * MB, ours=6.0, copy=3.1, shared=5.0, float16=7.0, bfloat16=8.0)], {
+        "2 ranks, 64 MB, against a copy by one core": ("1.94x (64 MB", True),
+        "2 ranks, 64 MB, shared_empty against a plain array": ("1.2x (64 MB", True),
+        "2 ranks, 64 MB, bandwidth of 16-bit floats to float32": ("0.75x (bfloat16", False)}),
+    ([Measurement("all_reduce", "int8", MB, 2, INTEGERS)], {
+        "min and max of integers, to their sum": (
+            "1.25x (int8, 2 ranks, 1 MB, flashlight_py, max", False)}),
+]  # fmt: skip
 
 
-def test_all_reduce_verdict_compares_with_the_faster_mpi() -> None:
-    result = judged(all_reduce(64 << 10, ours=1.0, open_mpi=4.0, mpich=1.4))
-    assert result["2 ranks, to the better MPI, from 64 KB"] == ("1.4x (64 KB, MPICH", False)
-    assert result["2 ranks, to the better MPI, to 4 KB"][1] is None
-
-
-def test_all_reduce_verdict_uses_the_bound_of_the_size_range() -> None:
-    result = judged(
-        all_reduce(4, ours=1.0, open_mpi=1.1, torch=21.0),
-        all_reduce(MB, ours=1.0, open_mpi=2.0, torch=20.0),
-        all_reduce(64 * MB, ours=1.0, open_mpi=2.9, torch=6.0),
-        all_reduce(64 * MB, ranks=4, ours=1.0, open_mpi=3.0),
-    )
-    reached = {target: answer for target, (_, answer) in result.items()}
-    assert reached["2 ranks, to the better MPI, to 4 KB"] is True
-    assert reached["2 ranks, to the better MPI, from 64 KB"] is True
-    assert reached["2 ranks, to the better MPI, from 64 MB"] is False
-    assert reached["2 ranks, to torch gloo, to 1 MB"] is True
-    assert reached["2 ranks, to torch gloo, above 1 MB"] is True
-    assert reached["4 ranks, to the better MPI, 64 MB"] is True
+@pytest.mark.parametrize(("measurements", "expected"), ALL_REDUCE)
+def test_all_reduce_verdicts_compare_with_the_contender_of_each_target(
+    measurements: list[Measurement], expected: dict[str, tuple[str, bool | None]]
+) -> None:
+    results = results_of(targets.verdicts(measurements, absent={}))
+    assert {target: results[target] for target in expected} == expected
 
 
 def test_collectives_verdict_judges_each_row_and_with_few_cores_the_median() -> None:
@@ -210,21 +201,6 @@ def test_verdict_is_missed_if_only_this_package_failed() -> None:
     verdict, _ = collectives_targets.verdicts([alone], absent={})
     assert verdict.reached is False
     assert verdict.measured.startswith("0x (10,000 open messages, flashlight_py was left out;")
-
-
-def test_all_reduce_verdict_at_64_mb_compares_with_a_copy_and_variants() -> None:
-    result = judged(all_reduce(64 * MB, ours=6.0, copy=3.1, shared=5.0, float16=7.0, bfloat16=8.0))
-    assert result["2 ranks, 64 MB, against a copy by one core"] == ("1.94x (64 MB", True)
-    assert result["2 ranks, 64 MB, shared_empty against a plain array"] == ("1.2x (64 MB", True)
-    half = result["2 ranks, 64 MB, bandwidth of 16-bit floats to float32"]
-    assert half == ("0.75x (bfloat16", False)
-
-
-def test_all_reduce_verdict_compares_integer_minima_with_sums() -> None:
-    seconds = {"flashlight_py": [2.0], "flashlight_py, min": [2.1], "flashlight_py, max": [2.5]}
-    result = judged(Measurement("all_reduce", "int8", MB, 2, seconds))
-    worst = ("1.25x (int8, 2 ranks, 1 MB, flashlight_py, max", False)
-    assert result["min and max of integers, to their sum"] == worst
 
 
 def test_step_verdicts_judge_captured_steps() -> None:
@@ -273,6 +249,8 @@ def test_cuda_verdict_allows_3_us_more_than_the_fastest_peer_for_small_arrays() 
     _, small, big = cuda_targets.verdicts([fits, on_gpu(64 * MB, ours=1.03, raw=1.0)], {})
     assert (small.reached, big.reached) == (True, False)
     assert cuda_targets.verdicts([late], {})[1].reached is False
+    without_peer = cuda_targets.verdicts([on_gpu(4, ours=1.0)], {(1, 4): {"flashlight_py": 1.0}})
+    assert [verdict.reached for verdict in without_peer] == [None] * 3
 
 
 @pytest.mark.parametrize(
@@ -294,8 +272,3 @@ def test_case_line_contains_times_and_reasons() -> None:
         "2 ranks, 4 KB: flashlight_py 12 us (launch 2.5 us); raw NCCL (cupy.cuda.nccl) 10 us; "
         "nccl4py left out: a rank ended"
     )
-
-
-def test_cuda_verdicts_are_undecided_without_a_peer() -> None:
-    judged = cuda_targets.verdicts([on_gpu(4, ours=1.0)], {(1, 4): {"flashlight_py": 1.0}})
-    assert [verdict.reached for verdict in judged] == [None] * 3

@@ -1,7 +1,4 @@
-"""Save and load: restored bits, kept checkpoints and errors.
-
-All ranks use one checkpoint, and all raise if one fails.
-"""
+"""Save and load: restored bits, kept checkpoints and errors."""
 
 import json
 import logging

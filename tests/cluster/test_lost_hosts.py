@@ -1,7 +1,4 @@
-"""Ranks detect hosts that cannot be reached within seconds.
-
-Slow hosts, and ranks that leave, wait, or have other limits, do not count as lost.
-"""
+"""Ranks detect hosts that cannot be reached within seconds."""
 
 import contextlib
 import json

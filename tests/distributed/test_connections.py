@@ -1,7 +1,4 @@
-"""Connections are created on demand, and shared by a group and its subgroups.
-
-In large groups, ranks forward calls and are not all connected.
-"""
+"""Connections are created on demand, and shared by a group and its subgroups."""
 
 import contextlib
 import os

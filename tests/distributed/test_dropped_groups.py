@@ -1,7 +1,4 @@
-"""Groups without close() end when they are no longer needed, at the latest in the shutdown.
-
-Repeated init and shutdown keep no memory, no descriptor and no thread.
-"""
+"""Groups without close() end when they are no longer needed, at the latest in the shutdown."""
 
 import gc
 import os

@@ -24,6 +24,7 @@ from tests.distributed.conformance import (
 )
 from tests.distributed.harness import run_outcomes, run_ranks
 from tests.distributed.processes import await_file
+from tests.distributed.test_mismatches import SYNC
 
 
 def first_rows(places: int = 1, is_reversed: int = 0) -> list[int]:
@@ -43,6 +44,7 @@ CALLS: dict[str, Any] = {
     "dtype": lambda rank: fl.all_reduce(zeros(4, "f4" if rank else "i4")),
     "op": lambda rank: fl.all_reduce(zeros(4), op="max" if rank else "min"),
     "scale": lambda rank: fl.all_reduce(zeros(4), scale=1.0 + rank),
+    "scale, slightly": lambda rank: fl.all_reduce(zeros(4), scale=1.0 + 1e-12 * rank),
     "root": lambda rank: fl.broadcast(zeros(4), root=min(rank, 1)),
     "verb": lambda rank: fl.barrier() if rank else fl.all_reduce(zeros(4)),
     "shape, reduce": lambda rank: fl.reduce(zeros(4 + rank)),
@@ -78,7 +80,7 @@ CALLS: dict[str, Any] = {
 }
 
 
-@on_ranks(("gloo", 3), ("mpi", 2), slow=[("shm", 3)])
+@on_ranks(("gloo", 3), ("mpi", 2), ("shm", 3, SYNC), slow=[("shm", 3), ("hierarchical", 3)])
 def test_mismatch_raises_on_every_rank_and_names_both_calls(rank: int, size: int) -> None:
     for name, call in CALLS.items():
         message = mismatch_now_or_later(partial(call, rank))

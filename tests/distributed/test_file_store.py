@@ -1,7 +1,4 @@
-"""Rendezvous at a path: its files, unusable paths, and files of dead runs.
-
-Files of dead runs must neither mislead nor delay the next run.
-"""
+"""Rendezvous at a path: its files, unusable paths, and files of dead runs."""
 
 import json
 import os
@@ -45,13 +42,6 @@ def test_file_store_separates_runs_with_different_names(ranks: Ranks, tmp_path: 
 
 
 @pytest.mark.slow
-def test_file_store_names_a_rank_that_misses_a_later_exchange(ranks: Ranks) -> None:
-    ranks.start(2, 3, pause_at="exchanged 0")
-    for rank in ranks.start_together((0, 1), 3, timeout=1.0):
-        assert "rank 2 of 3 has not arrived within 1 s" in rank.refusal()
-
-
-@pytest.mark.slow
 def test_file_store_rejects_a_second_rank_0(ranks: Ranks, tmp_path: Path) -> None:
     servers = [ranks.start(0, 3) for _ in range(2)]
     client = ranks.start(1, 3)
@@ -90,12 +80,6 @@ def test_file_store_names_an_unusable_parent_directory(tmp_path: Path) -> None:
     for folder in (tmp_path / "absent", tmp_path / "file", Path("/proc/self")):
         with pytest.raises(RendezvousError, match=re.escape(str(folder))):
             FileStore(folder / "meeting", 0, 2, 1.0)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-def test_file_store_names_an_unwritable_directory(ranks: Ranks, tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
-    assert "ermission denied" in ranks.start(0, 2, uid=65534).refusal()
 
 
 @pytest.mark.parametrize(("rank", "size", "timeout"), [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)])

@@ -11,8 +11,6 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.api.group import ProcessGroup
-from flashlight_py.distributed.start import initialize
-from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import on_ranks, raises, ranks_in
 
 ranks = ranks_in(("gloo", 4), ("shm", 4), slow=[("hierarchical", 5), ("mpi", 4)])
@@ -196,19 +194,6 @@ def test_group_limit_changes_its_timeout(rank: int, size: int) -> None:
         waits_in_vain(group, "all_reduce")
     assert fl.all_reduce(np.ones(2))[0] == size
     group.close()
-
-
-@pytest.mark.slow
-@on_ranks(("gloo", 2), ("shm", 2), fresh=True)
-def test_group_limit_changes_the_timeout_of_the_world(rank: int, size: int) -> None:
-    current_world().group.limit(SHORT)
-    if rank == 0:
-        waits_in_vain(fl, "all_reduce")
-    else:
-        time.sleep(3 * SHORT)
-    with pytest.raises(fl.errors.DistributedError):
-        fl.all_reduce(np.ones(2))
-    initialize.leave()
 
 
 @of_three

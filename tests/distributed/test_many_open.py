@@ -1,7 +1,4 @@
-"""Receives from any rank, partial receives, and ten thousand open messages.
-
-Open messages cost little, and all of them end if they cannot complete.
-"""
+"""Receives from any rank, partial receives, and ten thousand open messages."""
 
 import ctypes
 import gc

@@ -35,7 +35,6 @@ def test_exchange_waits_for_a_late_rank(ranks: Ranks, late: int) -> None:
 
 
 @pytest.mark.slow
-@WITHOUT_TREE
 def test_exchange_error_names_missing_ranks_on_every_rank(ranks: Ranks) -> None:
     for rank in ranks.start_together((0, 1, 4), 5, timeout=1.0):
         assert "ranks 2, 3 of 5 have not arrived within 1 s" in rank.refusal()

@@ -1,8 +1,4 @@
-"""Rendezvous of ranks of one mpirun through MPI, and the end of jobs with errors.
-
-Errors of the environment are raised before a rank waits. A job ends soon on every rank, with a
-reason.
-"""
+"""Rendezvous of ranks of one mpirun through MPI, and the end of jobs with errors."""
 
 import os
 import signal

@@ -1,9 +1,4 @@
-"""Processes in unusual environments: incomplete namespaces, patched threads, and forked children.
-
-Without a loopback the start raises at once. Without /proc everything works: start, shared memory,
-lost ranks, spawn, workers, flrun. A forked child has no group, cannot disturb its parent, and keeps
-no descriptor of it open.
-"""
+"""Processes in unusual environments: namespaces, patched threads, and forked children."""
 
 import functools
 import gc

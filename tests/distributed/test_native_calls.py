@@ -35,10 +35,11 @@ in_both = on_ranks(("shm", 2), ("gloo", 2), native=True)
 CODES = {verb.name: verb.code for verb in (*VERBS, journal.SENDRECV)}
 
 
-def settle() -> None:
+def settled_world() -> ProcessGroup:
     """Release operations of other tests: until then native code leaves calls to Python."""
     gc.collect()
     fl.barrier()
+    return current_world().group
 
 
 def native(group: ProcessGroup, verb: str, x: Any = None, **options: Any) -> Any:
@@ -51,8 +52,7 @@ def native(group: ProcessGroup, verb: str, x: Any = None, **options: Any) -> Any
 
 @in_both
 def test_native_entry_leaves_unsupported_arrays_to_python(rank: int, size: int) -> None:
-    settle()
-    group = current_world().group
+    group = settled_world()
     x, ints = np.zeros(4), np.zeros(4, int)
     locked, shared = np.zeros(4), np.zeros(8)
     locked.flags.writeable = False
@@ -107,8 +107,7 @@ def record_of(group: ProcessGroup) -> Record:
 @pytest.mark.parametrize("count", [1, 100_000])
 @in_both
 def test_end_of_an_operation_is_recorded_without_a_wait(rank: int, size: int, count: int) -> None:
-    settle()
-    group = current_world().group
+    group = settled_world()
     x = np.full(count, 1.0)
     group.fast.collective(CODES["all_reduce"], x, None, "sum", 1.0, 0, 0, True)
     until = time.monotonic() + 10
@@ -122,8 +121,7 @@ def test_end_of_an_operation_is_recorded_without_a_wait(rank: int, size: int, co
 @on_ranks(("shm", 2))
 def test_all_to_all_rows_are_compared_and_checked(rank: int, size: int) -> None:
     """Native code reads lists of rows, Python reads arrays: both are the same call."""
-    settle()
-    group = current_world().group
+    group = settled_world()
     rows, x = [[3, 3], [2, 4]][rank], np.arange(12.0).reshape(6, 2)
     expected = np.concatenate([x[:3], x[:2]] if rank == 0 else [x[3:], x[2:]])
     for row_kinds in ((rows,) * 2, (tuple(rows), np.array(rows))):
@@ -139,8 +137,7 @@ def test_all_to_all_rows_are_compared_and_checked(rank: int, size: int) -> None:
 
 @in_both
 def test_batch_of_messages_is_started_natively(rank: int, size: int) -> None:
-    settle()
-    group, peer = current_world().group, 1 - rank
+    group, peer = settled_world(), 1 - rank
     for count in (3, 3000, 300_000):
         x, out = np.full(count, rank + 1.0), np.zeros((2, count))
         ops = [fl.P2POp("recv", out[0], peer, 5), fl.P2POp("recv", out[1], peer, 6)]
@@ -173,7 +170,7 @@ def test_batch_of_messages_is_started_natively(rank: int, size: int) -> None:
 @in_both
 def test_all_to_all_returns_rows_to_a_rank_without_rows(rank: int, size: int) -> None:
     """The rank sends no rows and receives some."""
-    settle()
+    settled_world()
     for width in (3, 5000):
         x = np.arange(4.0 * width).reshape(4, width)
         part, rows = (x[:0], [0, 0]) if rank == 0 else (x, [3, 1])
@@ -262,8 +259,7 @@ def calls_of(code: int, size: int) -> list[tuple[str, dict[str, Any]]]:
 @on_ranks()
 def test_calls_by_address_equal_calls(rank: int, size: int, async_op: bool, count: int) -> None:
     """Public verbs return the same bits for arrays."""
-    settle()
-    group = current_world().group
+    group = settled_world()
     for code in range(len(DTYPES)) if count < 100 else (4, BFLOAT16, 12):
         x = np.arange(2 * size * count).reshape(2 * size, count) % 3 + rank
         x = x.astype(dtype_of_code(code))
@@ -295,8 +291,7 @@ def test_calls_by_address_equal_calls(rank: int, size: int, async_op: bool, coun
 @in_all
 def test_all_gather_accepts_an_input_in_its_result(rank: int, size: int, async_op: bool) -> None:
     """FSDP of torch passes the row of a rank at its position in the result."""
-    settle()
-    group = current_world().group
+    group = settled_world()
     for count in (4, 5_000, 300_000):
         out = np.full((size, count), -1.0)
         part = out[rank : rank + 1]
@@ -316,8 +311,7 @@ def test_all_gather_accepts_an_input_in_its_result(rank: int, size: int, async_o
 
 @in_both
 def test_calls_by_address_accept_memory_without_elements(rank: int, size: int) -> None:
-    settle()
-    group = current_world().group
+    group = settled_world()
     x, gathered = np.full((), rank + 1.0), np.zeros(size)
     out = by_address(gathered)
     assert native(group, "all_gather", by_address(x), out=out) is out
@@ -335,8 +329,7 @@ def test_calls_by_address_accept_memory_without_elements(rank: int, size: int) -
 
 @in_both
 def test_native_entry_leaves_malformed_addresses_to_python(rank: int, size: int) -> None:
-    settle()
-    group = current_world().group
+    group = settled_world()
     x = np.zeros(4 * size)
     full = by_address(x)
     address, code, shape, owner = full
@@ -390,8 +383,7 @@ def test_native_entry_leaves_malformed_addresses_to_python(rank: int, size: int)
 @in_all
 def test_mismatch_by_address_raises_on_every_rank(rank: int, size: int, async_op: bool) -> None:
     """The group remains usable."""
-    settle()
-    group = current_world().group
+    group = settled_world()
     errors, x = [], np.zeros((3 + rank, 2))
     for verb, array in itertools.product(("all_reduce", "broadcast", "reduce"), (by_address(x), x)):
         now = mismatch_error(functools.partial(native, group, verb, array, async_op=async_op))
@@ -424,8 +416,7 @@ def test_mismatch_by_address_raises_on_every_rank(rank: int, size: int, async_op
 
 @on_ranks(("shm", 2), ("shm", 3))
 def test_all_to_all_of_rows_checks_the_length_of_out(rank: int, size: int) -> None:
-    settle()
-    group = current_world().group
+    group = settled_world()
     for code in (BFLOAT16, 12):
         for width in (0, 1, 5000):
             rows = [1 + (rank + r) % 2 for r in range(size)]
@@ -456,8 +447,7 @@ def test_all_to_all_of_rows_checks_the_length_of_out(rank: int, size: int) -> No
 @pytest.mark.parametrize("async_op", [False, True])
 @in_all
 def test_unequal_gathers_check_the_length_of_out(rank: int, size: int, async_op: bool) -> None:
-    settle()
-    group = current_world().group
+    group = settled_world()
     rows = size * (size + 1) // 2
     for width in (0, 3, 30_000):
         x = np.full((rank + 1, width), rank)
@@ -481,8 +471,7 @@ def test_unequal_gathers_check_the_length_of_out(rank: int, size: int, async_op:
 
 @in_all
 def test_messages_by_address_receive_the_sent_values(rank: int, size: int) -> None:
-    settle()
-    group = current_world().group
+    group = settled_world()
     after, before = (rank + 1) % size, (rank - 1) % size
     for count in (3, 50_000):
         for code in (BFLOAT16, 3):
@@ -521,8 +510,7 @@ def test_messages_by_address_receive_the_sent_values(rank: int, size: int) -> No
 @in_both
 def test_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, count: int) -> None:
     """The caller drops the Work at once."""
-    settle()
-    group = current_world().group
+    group = settled_world()
     # A send of few bytes has ended when it returns.
     for verb in ("all_reduce", "all_gather", *(("send",) if count > 10_000 else ())):
         if rank == 0:

@@ -1,7 +1,4 @@
-"""Ranks that return from a small collective before the other ranks have called it.
-
-Also calls that are only compared (``Call.compared``), for libraries that compare nothing.
-"""
+"""Ranks that return from a small collective before the other ranks have called it."""
 
 import contextlib
 import itertools

@@ -1,7 +1,4 @@
-"""Arrays in shared memory, its size and names, and several hosts.
-
-Also host_array: the rank that loads, the ranks that may write, and the end of the memory.
-"""
+"""Arrays in shared memory, its size and names, and several hosts."""
 
 import ctypes
 import gc

@@ -57,12 +57,6 @@ def test_rank_that_loses_its_parent_gets_another_position(ranks: Ranks, victim: 
     assert all_closed([*started, *(ranks.start(rank, SIZE, fan=2) for rank in range(count, SIZE))])
 
 
-@pytest.mark.slow
-def test_tree_names_a_missing_rank_on_every_rank(ranks: Ranks) -> None:
-    (reason,) = reasons(in_order(ranks, 6, timeout=1.5))
-    assert "ranks 6, 7 of 8 have not arrived within 1.5 s" in reason
-
-
 @pytest.mark.parametrize("late", [(5, 7), *slow(((1,),))])
 def test_tree_names_only_late_ranks_in_a_later_exchange(
     ranks: Ranks, late: tuple[int, ...]
@@ -176,11 +170,6 @@ def test_message_follows_the_unsent_rest_of_the_previous_message() -> None:
             assert other.inbox.popleft() == message
 
 
-def test_name_ranks_shortens_long_lists() -> None:
-    assert name_ranks(range(20)).endswith("18, 19")
-    assert name_ranks(range(100_000)) == f"{name_ranks(range(20))} and 99980 more"
-
-
 def test_error_about_many_ranks_says_how_many_are_omitted() -> None:
     """A lost rack or all other ranks: more processes than an error can name."""
     size, native = 100_000, _native.load_extension("shm")
@@ -201,5 +190,6 @@ def test_error_about_many_ranks_says_how_many_are_omitted() -> None:
     backend.processes = [f"process {rank} on host" for rank in range(size)]
     error = failure(backend, None, library.FL_HOST_LOST, "all_reduce", 1.0, 1)
     assert "rank 0: lost ranks 1, 2, 3" in str(error)
+    assert name_ranks(range(20)).endswith("18, 19")
     assert "19, 20 and 99979 more (why), which are process 1 on host, process 2" in str(error)
     assert "process 20 on host and 99979 more. Check that host" in str(error)

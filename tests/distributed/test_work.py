@@ -1,9 +1,4 @@
-"""Composed operations, and several threads or asyncio tasks that wait for one operation.
-
-``AllOf`` waits for all operations and raises the failure that shows the cause. ``Then`` makes its
-result once, and no wait returns an incomplete result. Stand-ins replace real operations, which
-rarely reach the tested states.
-"""
+"""Composed operations, and several threads or asyncio tasks that wait for one operation."""
 
 import asyncio
 import signal

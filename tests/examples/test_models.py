@@ -1,7 +1,4 @@
-"""The models and the examples of fl.tagi with one process, flrun and MPI.
-
-The models have the same bits on any number of ranks.
-"""
+"""The models and the examples of fl.tagi with one process, flrun and MPI."""
 
 import re
 from pathlib import Path

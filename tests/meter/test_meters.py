@@ -1,7 +1,4 @@
-"""Meters of means, counts, accuracies, squared errors and times, alone and combined.
-
-Sums of CuPy arrays stay on the device until a value is read.
-"""
+"""Meters of means, counts, accuracies, squared errors and times, alone and combined."""
 
 import copy
 import math

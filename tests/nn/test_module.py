@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,16 @@ def test_eval_disables_recording_and_train_enables_it() -> None:
     assert all(p.grad is None for p in model.params())
 
 
-def test_state_dict_shares_and_load_state_dict_copies_and_casts() -> None:
-    model, other = Scale(), Scale()
+@for_each("dtype other_dtype", product(["float32", "float16", "bfloat16"], ["float64", "bfloat16"]))
+def test_state_dict_shares_and_load_state_dict_copies_and_casts(
+    dtype: str, other_dtype: str
+) -> None:
+    model, other = Scale().astype(dtype), Scale().astype(other_dtype)
     before = model.state_dict()
     assert before["factor"] is model.factor.array
     other.factor.array[...] = 7
     other.buffers["count"][...] = 5
-    state = other.astype("float64").state_dict()
+    state = other.state_dict()
     model.load_state_dict(state)
     for name, array in model.state_dict().items():
         assert array is before[name]

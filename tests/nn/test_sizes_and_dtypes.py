@@ -1,7 +1,4 @@
-"""Sizes of any integer type, initial values, and training in every floating dtype.
-
-Sums and means of narrow dtypes over more elements than these can count.
-"""
+"""Sizes of any integer type, initial values, and training in every floating dtype."""
 
 import copy
 import math
@@ -175,32 +172,6 @@ def test_training_reduces_the_loss_in_every_dtype(dtype: str, optimizer: str) ->
         losses, other, atol={"bfloat16": 0.05, "float16": 0.01}.get(dtype, 1e-5)
     )
     assert {param.dtype.name for param in model.params()} == {dtype}
-
-
-@for_each("dtype", DTYPES)
-def test_load_state_dict_casts_between_dtypes(dtype: str) -> None:
-    model, wide = model_of(dtype), model_of("float64")
-    wide.load_state_dict(model.state_dict())
-    before = {name: array.copy() for name, array in model.state_dict().items()}
-    model.load_state_dict(wide.state_dict())
-    for name, array in model.state_dict().items():
-        assert np.array_equal(array, before[name]), name
-    state = dict(model.state_dict(), **{"0.bias": np.ones(8, np.complex64)})
-    with pytest.raises(TypeError, match="complex64"):
-        model.load_state_dict(state)
-
-
-@for_each("dtype", DTYPES)
-def test_checkpoint_resumes_bit_for_bit_in_every_dtype(dtype: str, tmp_path: Any) -> None:
-    model = model_of(dtype)
-    optimizer = fl.optim.AdamOptimizer(model.params(), 0.05)
-    train(model, optimizer, 3)
-    fl.save(tmp_path / dtype, model, optimizer=optimizer)
-    expected = train(model, optimizer, 3)
-    other = model_of(dtype)
-    resumed = fl.optim.AdamOptimizer(other.params(), 0.05)
-    fl.load(tmp_path / dtype, other, optimizer=resumed)
-    assert train(other, resumed, 3) == expected
 
 
 def test_modules_accept_dtype_names() -> None:

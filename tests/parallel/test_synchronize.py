@@ -1,7 +1,4 @@
-"""Trees: walks, packing and changes, and copies of the root's values on all ranks.
-
-If a copy fails, no tree has changed.
-"""
+"""Trees: walks, packing and changes, and copies of the root's values on all ranks."""
 
 import copy
 import dataclasses

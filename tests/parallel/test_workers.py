@@ -1,7 +1,4 @@
-"""``DataParallel``: a wrapped module computes the same as the module alone.
-
-Errors name the worker, and no process remains.
-"""
+"""``DataParallel``: a wrapped module computes the same as the module alone."""
 
 import copy
 import gc

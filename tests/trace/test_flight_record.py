@@ -1,7 +1,4 @@
-"""Flight records: reasons for which ranks write them, and reports of their comparison.
-
-A rank writes its record for its own reasons, and after another rank's record.
-"""
+"""Flight records: reasons for which ranks write them, and reports of their comparison."""
 
 import json
 import math
