@@ -1,6 +1,5 @@
 """Common code of the engines, without an engine."""
 
-import itertools
 import socket
 import threading
 import time
@@ -9,8 +8,8 @@ from contextlib import AbstractContextManager
 import pytest
 
 from flashlight_py.engines import rank as engine_rank
-from flashlight_py.engines import ray, spark
 from flashlight_py.engines import run as engine
+from flashlight_py.engines import spark
 from flashlight_py.engines.rank import RendezvousAddress, Start
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.calls import SpawnCall
@@ -122,17 +121,6 @@ def test_host_of_parses_addresses_of_engines(address: str, host: str) -> None:
     assert engine.host_of(address) == host
 
 
-def test_wait_for_slots_polls_until_slots_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "POLL_SECONDS", 0.001)
-    counts = itertools.chain([0, 1], itertools.repeat(2))
-    engine.wait_for_slots(call_of(2), 60, counts.__next__, "slots", "Add some")
-    pattern = "expected at least 3 slots, one per rank, got 2. Add some"
-    with pytest.raises(ValueError, match=pattern):
-        engine.wait_for_slots(call_of(3), 0, lambda: 2, "slots", "Add some")
-    with pytest.raises(TimeoutError, match=r"slots, one per rank, got 2 after 0 s\. Add some"):
-        engine.wait_for_slots(call_of(3, 0.01), 60, lambda: 2, "slots", "Add some")
-
-
 def test_follow_cancels_a_stage_of_spark_on_timeout() -> None:
     cancelled, pairs = threading.Event(), [(1, b"b"), (0, b"a")]
 
@@ -171,18 +159,3 @@ def test_follow_waits_for_the_cause_after_a_lost_peer() -> None:
     with pytest.raises(RankFailedError, match="run of len: rank 1 of 3 raised ValueError; the"):
         engine.follow(call_of(3), ranks)
     assert ranks.has_ended
-
-
-@pytest.mark.parametrize(
-    ("strategy", "cpus", "most"),
-    [
-        ("PACK", [4, 2, 1], 3),
-        ("STRICT_PACK", [5, 4], 2),
-        ("STRICT_SPREAD", [4, 2, 1], 2),
-        ("STRICT_PACK", [], 0),
-    ],
-)
-def test_most_ranks_counts_fitting_ranks(strategy: str, cpus: list[int], most: int) -> None:
-    nodes = [{"CPU": float(count), "node:127.0.0.2": 1.0} for count in cpus]
-    assert ray.most_ranks(nodes, {"CPU": 2, "GPU": 0}, strategy) == most
-    assert ray.most_ranks(nodes, {"CPU": 1, "GPU": 1}, strategy) == 0
