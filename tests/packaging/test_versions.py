@@ -51,7 +51,7 @@ WITH_RANGES = (
 TOOLS = "setuptools>=77", "pytest>=8,<10", "pytest-timeout>=2.3,<3", "hypothesis", "safetensors"
 TESTS = (
     *("autograd", "tape", "nn", "optim", "test_tiny.py", "distributed/test_mpi_backend.py"),
-    *("distributed/test_interop.py", "torch"),
+    *("distributed/test_kinds.py", "torch"),
 )
 
 

@@ -19,7 +19,7 @@ from flashlight_py.parallel.agreement import by_rank, differences, digest
 from flashlight_py.parallel.synchronize import _buffers_for, _kept, _plans, give_state
 from flashlight_py.parallel.tree import TreeBuffers, kinds_by_path, plan_of, put_numbers
 from tests.distributed.conformance import on_ranks
-from tests.gpu import test_trees as gpu_trees
+from tests.gpu import test_verbs as gpu_verbs
 from tests.parallel.tree_strategies import trees
 from tests.parallel.trees import Box, Frozen, Point, Tensor, everything, model_of, optimizer_of
 from tests.tables import for_each
@@ -331,8 +331,8 @@ def test_synchronize_keeps_the_bits_of_numbers(rank: int, size: int) -> None:
 def test_synchronize_sends_gpu_and_cpu_arrays(pool: Any) -> None:
     """Uses stand-ins for CuPy and NCCL; tests/gpu tests real GPUs."""
     ranks = pool(2, env={"STAND_IN": "1"})
-    ranks.run(gpu_trees.synchronize)
-    ranks.run(gpu_trees.synchronize_with_the_cpu)
+    ranks.run(gpu_verbs.synchronize)
+    ranks.run(gpu_verbs.synchronize_with_the_cpu)
 
 
 @on_ranks(("shm", 3))
