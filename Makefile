@@ -35,7 +35,7 @@ DEV := .venv/.dev
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example tiny test test-slow test-versions test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize release gpu-bundle bench clean simulate-heartbeats model model-night model-mutants arm
+.PHONY: help setup example tiny test test-slow test-versions test-all tools tools-slow oracle torch clients engines test-gpu lint docs simulate simulate-night chaos sanitize release gpu-bundle bench clean simulate-heartbeats model model-night model-mutants arm
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,13 +51,13 @@ tiny: $(DEV) ## test the main functions in ten seconds: each verb, failures, tra
 test: lint tools torch ## run lint, mypy and all tests not marked slow: 4 minutes on 2 cores
 	$(IN_VENV) $(TESTS) -q -m "not slow" $(PYTEST)
 
-test-slow: $(DEV) tools-slow oracle torch engines ## run the slow tests: packaging, sanitizers, many failures, programs of the documentation
+test-slow: $(DEV) tools-slow oracle torch clients engines ## run the slow tests: packaging, sanitizers, many failures, programs of the documentation
 	$(IN_VENV) $(TESTS) -m slow $(SLOW) $(PYTEST)
 
 test-versions: $(DEV) ## test with the lowest and highest declared versions of NumPy, CFFI, mpi4py, torch
 	$(IN_VENV) python -m pytest -rP tests/packaging/test_versions.py $(PYTEST)
 
-test-all: lint tools-slow oracle torch engines ## run lint, mypy and all tests; before a release
+test-all: lint tools-slow oracle torch clients engines ## run lint, mypy and all tests; before a release
 	$(IN_VENV) $(TESTS) $(PYTEST)
 
 tools: ## install the tools of tests on several hosts (ip, sshd); without them the tests are skipped
@@ -71,6 +71,9 @@ oracle: $(DEV) ## install the original pytagi in .venv-bench-pytagi; without it 
 
 torch: $(DEV) ## install torch in .venv-bench-torch; without it its tests are skipped
 	$(IN_VENV) cd benchmarks && python -m harness.install torch
+
+clients: $(DEV) ## install Lightning, transformers, DeepSpeed, ... in .venv-clients; without them their tests are skipped
+	$(IN_VENV) cd benchmarks && python -m harness.install clients
 
 engines: .venv/.engines ## install Ray, Dask, Spark and submitit; without them their tests are skipped
 
@@ -139,7 +142,7 @@ bench: $(DEV) ## run every benchmark and its peers, into build/bench
 	done
 
 clean: ## remove everything that make has created, .venv included
-	rm -rf .venv .venv-bench-* build dist wheelhouse *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist wheelhouse *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f flashlight_py/_native/*.so flashlight_py/_native/_nccl.py
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

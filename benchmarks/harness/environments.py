@@ -28,7 +28,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 class Peer:
     """A library that is measured next to this package.
 
-    ``environment`` names the folder ``.venv-bench-<environment>``. If the distributions ``needs``
+    ``prefix`` and ``environment`` name its folder. If the distributions ``needs``
     are
     installed in the present environment, it can be used as well. ``packages`` are Debian packages
     that are unpacked inside
@@ -45,6 +45,7 @@ class Peer:
     index: str = ""
     packages: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
+    prefix: str = ".venv-bench-"
 
 
 _MPI4PY = ("numpy>=2.2.5,<3", "ml_dtypes", "mpi4py>=4.1,<5")
@@ -64,6 +65,20 @@ PEERS: dict[str, Peer] = {
         ("numpy>=2.2.5,<3", "torch==2.13.0", "cffi>=1.16,<3", "expecttest"),
         ("torch",),
         index=TORCH_INDEX,
+    ),
+    # Programs that use torch.distributed; their versions are in docs/torch.md.
+    "clients": Peer(
+        "clients of torch.distributed",
+        "clients",
+        (
+            *("numpy>=2.2.5,<3", "torch==2.13.0", "cffi>=1.16,<3"),
+            *("accelerate==1.15.0", "deepspeed==0.19.8", "lightning==2.6.6", "opacus==1.6.0"),
+            *("ray[train]==2.60.0", "torchft==0.2.0", "torchmetrics==1.9.0"),
+            "transformers==5.24.0",
+        ),
+        ("accelerate", "deepspeed", "lightning", "opacus", "ray", "torchft", "transformers"),
+        index=TORCH_INDEX,
+        prefix=".venv-",
     ),
     "jax": Peer("JAX", "jax", ("numpy>=2.2.5,<3", "jax[cpu]"), ("jax",)),
     **{
@@ -91,7 +106,7 @@ PEERS: dict[str, Peer] = {
 
 def environment_of(peer: Peer, folder: Path) -> Path:
     """Return the path of the peer's environment, which may not exist."""
-    return folder / f".venv-bench-{peer.environment}"
+    return folder / f"{peer.prefix}{peer.environment}"
 
 
 def absence_note(environment: Path) -> Path:
