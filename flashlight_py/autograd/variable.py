@@ -15,7 +15,6 @@ from flashlight_py.autograd.engine import GradSink, run_pass
 from flashlight_py.autograd.graph import Leaf, Node, Outline, Vjp, note_changes, this_thread
 from flashlight_py.device import Array, array_module, device_of, is_cupy, is_floating, to_device
 
-GradHook: TypeAlias = "Callable[[Variable], None]"
 Input: TypeAlias = Union["Variable", Array]
 Operand: TypeAlias = Union["Variable", Array, float]
 _new = object.__new__
@@ -196,7 +195,7 @@ class Variable(Leaf):
         """Set ``grad`` to None until the next backward pass."""
         self.grad = None
 
-    def register_grad_hook(self, hook: GradHook) -> None:
+    def register_grad_hook(self, hook: Callable[[Variable], None]) -> None:
         """Call ``hook(self)`` in every backward pass when this leaf's gradient is complete.
 
         The pass continues after the hook. Hooks of the last layer run first. The hook may read and

@@ -34,7 +34,8 @@ class Dataset(abc.ABC):
     def take(self, indices: Indices) -> Sample:
         """Return the samples at ``indices``, a 1-D array, as one batch of new, stacked arrays.
 
-        Raises ValueError if samples differ in their number of fields or in the shape of a field.
+        Raises:
+            ValueError: If samples differ in their number of fields or in the shape of a field.
         """
         samples = [self.get(int(index)) for index in indices]
         if len(counts := {len(sample) for sample in samples}) != 1:

@@ -3,8 +3,6 @@
 Also the exchange of bytes between the ranks of a backend.
 """
 
-from __future__ import annotations
-
 import abc
 import struct
 import threading
@@ -71,7 +69,7 @@ class EntryPoints:
         self.collective, self.sendrecv, self.objects = values
         self.barrier = self.collective
 
-    def replace_by(self, other: EntryPoints) -> None:
+    def replace_by(self, other: "EntryPoints") -> None:
         self.collective, self.sendrecv = other.collective, other.sendrecv
         self.objects, self.barrier = other.objects, other.barrier
 
@@ -99,7 +97,7 @@ class Backend(abc.ABC):
     network: Any = None  # backend whose TCP connections subgroups reuse, or None
     memory: Any = None  # backend whose shared memory subgroups reuse, or None
     memory_ranks: Sequence[int] = ()  # for each rank: its rank in ``memory``, or -1
-    parts: Sequence[Backend] = ()  # backends that this backend uses for the same ranks
+    parts: "Sequence[Backend]" = ()  # backends that this backend uses for the same ranks
     callers: Any = None  # threads inside a call (``Callers``), or None
     shared_by_all: Any = None  # allocates arrays for ``shared_arrays``; None: ranks share no memory
     look_back: Any = None  # see ``ShmBackend``; None: ``Call.is_ahead`` has no effect
@@ -116,7 +114,7 @@ class Backend(abc.ABC):
         """Start ``calls`` as one operation. Its result is a list. All calls block, or none."""
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
-    def bind(self, journal: Journal) -> EntryPoints:
+    def bind(self, journal: Journal) -> "EntryPoints":
         """Return a fast path for this group. Its calls are recorded in ``journal``."""
         return EntryPoints()
 
@@ -134,7 +132,7 @@ class Backend(abc.ABC):
     def close(self) -> None:
         """Fail pending operations and release all resources. Not collective; idempotent."""
 
-    def cupy_side(self) -> Backend | None:
+    def cupy_side(self) -> "Backend | None":
         """Return a backend of the same ranks for CuPy arrays; None: NCCL moves such arrays."""
         return None
 
@@ -212,7 +210,7 @@ def read_frames(data: Array, limit: int | None = None) -> list[Frame]:
 
 
 def exchange_bytes(
-    backend: Backend, payload: bytes, part_of: str = "", seconds: float | None = None
+    backend: "Backend", payload: bytes, part_of: str = "", seconds: float | None = None
 ) -> list[bytes]:
     """Return the payloads of all ranks in rank order. ``part_of`` and ``seconds``: see ``Call``."""
     frame = Frame(payload).pack()
@@ -223,7 +221,7 @@ def exchange_bytes(
 class BackendStore(Store):
     """A store on a connected backend. ``part_of`` names the calling function in errors."""
 
-    def __init__(self, backend: Backend, part_of: str = "") -> None:
+    def __init__(self, backend: "Backend", part_of: str = "") -> None:
         self.rank, self.size = backend.rank, backend.size
         self._backend, self._part_of = backend, part_of
 
@@ -242,7 +240,7 @@ class Callers:
     ``finally``.
     """
 
-    def __init__(self, name: str, parts: Sequence[Backend] = ()) -> None:
+    def __init__(self, name: str, parts: "Sequence[Backend]" = ()) -> None:
         self._name, self._parts = name, parts  # ``parts``: backends that this backend uses
         self.threads: set[int] = set()
         self.native_header: Sequence[int] | None = None  # of the journal; None before ``bind``

@@ -98,7 +98,7 @@ class Job:
                 code = failure.exit_code or 1
                 return code if code > 0 else 128 - code
             restarts += 1
-            say(f"starting again with {sum(counts)} rank(s), for the {_ordinal(restarts)} time")
+            say(f"starting again with {sum(counts)} rank(s): restart {restarts}")
 
     def _start(self, counts: Sequence[int], restarts: int) -> None:
         self._slots, self._restarts = ranks.slots_of(counts), restarts
@@ -225,8 +225,3 @@ def may_restart(restarts: int, limit: int | None, remaining: int, min_ranks: int
     if min_ranks is not None and remaining < min_ranks:
         return False
     return restarts < (limit if limit is not None else 0 if min_ranks is None else restarts + 1)
-
-
-def _ordinal(number: int) -> str:
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10)
-    return f"{number}{ending or 'th'}"

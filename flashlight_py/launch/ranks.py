@@ -62,9 +62,8 @@ def rank_environ(
     environ: Mapping[str, str], slot: Slot, size: int, restarts: int, meeting: Mapping[str, str]
 ) -> dict[str, str]:
     """Return ``environ`` with the rendezvous ``meeting`` and the rank numbers of ``slot``."""
-    inherited = {name: value for name, value in environ.items() if name not in _RENDEZVOUS}
     return {
-        **inherited,
+        **{name: value for name, value in environ.items() if name not in _RENDEZVOUS},
         **thread_variables(environ, slot.local_size, usable_cores()),
         **rank_numbers(slot, size),
         "FLASHLIGHT_RESTART_COUNT": str(restarts),

@@ -5,13 +5,12 @@ before its bucket can be sent waits in an array of this rank. The gradient of a 
 matrix product. If its bucket is next, it is computed directly into the staging buffers.
 """
 
-import contextlib
 import itertools
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -336,7 +335,7 @@ class HostSharder(Shards, gradient_pass.GradientPass[HostBucket]):
     def check(self, operation: str) -> None:
         self.memory.check(operation)
 
-    @contextlib.contextmanager
+    @contextmanager
     def loading(self) -> Iterator[None]:
         params = [param for bucket in self.memory.buckets for param in bucket.params]
         with self.memory.loading():
@@ -440,7 +439,7 @@ class HostSharder(Shards, gradient_pass.GradientPass[HostBucket]):
         """Reject the pass's last call, ``used_on_any_rank``, so that the other ranks raise."""
         error, self._error, self._has_failed = self._error, None, False
         if error is not None:
-            with contextlib.suppress(DistributedError):
+            with suppress(DistributedError):
                 self.memory.sum_between_hosts()
                 reject_together(self.group, "backward", outcome="failed").reject(error)
 

@@ -103,9 +103,8 @@ class Flat(gradient_pass.PassBucket):
         return full
 
     def views(self, full: Array) -> list[Array]:
-        line = full.reshape(-1)
         return [
-            line[start:stop].reshape(shape)
+            full.reshape(-1)[start:stop].reshape(shape)
             for start, stop, shape in zip(self.starts, self.starts[1:], self.shapes, strict=False)
         ]
 
@@ -167,10 +166,8 @@ class Reduction:
                 buffer[...] = 0
         group, part = self.flat.group, self.flat.part
         self._part = array_module(part).empty_like(part)
-        out = self._part.reshape(1, -1)
-        self._work = group.reduce_scatter(
-            self._gradients, scale=1.0 / group.size, out=out, async_op=True
-        )
+        options: Any = {"scale": 1.0 / group.size, "out": self._part.reshape(1, -1)}
+        self._work = group.reduce_scatter(self._gradients, **options, async_op=True)
         self._gradients, self.buffers = None, []  # the work keeps the memory alive
 
     def wait(self) -> None:

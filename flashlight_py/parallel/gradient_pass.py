@@ -25,7 +25,6 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import InPasses, at_end, watching
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup, Reducer, all_reduce, internal, shared_empty
-from flashlight_py.distributed.internal import group_or_world
 from flashlight_py.errors import DistributedError, GroupClosedError, MismatchError, OutOfMemoryError
 from flashlight_py.nn import Module
 from flashlight_py.structure import HoldsState, changed, count
@@ -226,7 +225,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
 
     @property
     def _members(self) -> ProcessGroup:
-        return group_or_world(self.reducer.group)
+        return internal.group_or_world(self.reducer.group)
 
     def check(self, operation: str) -> None:
         """Raise an error for ``operation`` if a rank has ended in the middle of a step."""
@@ -395,7 +394,7 @@ def ranks_of(arguments: Mapping[str, Any]) -> ProcessGroup:
     """Return the group of the pass that is installed for ``arguments["module"]``, or the world."""
     module = arguments.get("module")
     sync = pass_of(module) if isinstance(module, Module) else getattr(module, "sync", None)
-    return group_or_world(sync.reducer.group if isinstance(sync, GradientPass) else None)
+    return internal.group_or_world(sync.reducer.group if isinstance(sync, GradientPass) else None)
 
 
 def require_gradient_pass(module: Module, caller: str) -> GradientPass[Any]:

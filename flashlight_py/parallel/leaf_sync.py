@@ -28,7 +28,6 @@ from flashlight_py.autograd import Variable
 from flashlight_py.dataset.dataset import contiguous_share
 from flashlight_py.device import Array, array_module, is_floating
 from flashlight_py.distributed import InlineReducer, ProcessGroup, internal
-from flashlight_py.distributed.internal import group_or_world, in_step
 from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
 from flashlight_py.parallel import gradient_pass
@@ -49,7 +48,7 @@ _DIGESTED = 1024  # elements of the first and of the last row that a digest of a
 
 # The seed of a step's random numbers comes from the package's generator, which is the same on every
 # rank. Checkpoints contain the generator's state, so no separate counter of steps is needed.
-@in_step(gradient_pass.ranks_of)
+@internal.in_step(gradient_pass.ranks_of)
 def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
     """Iterate over this rank's leaves of a global batch, and reduce the gradients at the end.
 
@@ -100,7 +99,7 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
         raise ValueError(
             "leaves: call distribute_module_grads(module, leaves=8) on this module first"
         )
-    if group_or_world(sync.reducer.group) is not sync.members:
+    if internal.group_or_world(sync.reducer.group) is not sync.members:
         raise NotInitializedError(
             f"{sync.context}: expected the world that distributed the module, got another world. "
             "Call distribute_module_grads again, after distributed_init"
@@ -121,7 +120,7 @@ class LeafSync(gradient_pass.GradientPass[gradient_pass.PassBucket]):
     ) -> None:  # fmt: skip
         super().__init__(InlineReducer(1.0, group=group), [gradient_pass.PassBucket(params)])
         self.leaves = leaves
-        self.members = members = group_or_world(group)
+        self.members = members = internal.group_or_world(group)
         self.context = f"leaves: rank {members.rank} of {members.size}"
         self._buffers = LeafBuffers(module, buffers, group)
         depth, hosts = rows_needed(leaves, members.size), join_hosts(members)

@@ -560,10 +560,9 @@ def _product(a: Any, b: Any, out: Any, workspace: Any) -> Array:
     _require(library.cublasSetWorkspace_v2(handle, *room))
     # cuBLAS stores matrices by columns, so swapped operands give the result by rows.
     leading = handle, b_form, a_form, m, n, k, one
-    operands = (b, b_lead, b_step), (a, a_lead, a_step), (result, m, n * m)
     first, second, third = [
         (pointer(array.data.ptr), code, lead, *([ctypes.c_longlong(step)] if outer else []))
-        for array, lead, step in operands
+        for array, lead, step in ((b, b_lead, b_step), (a, a_lead, a_step), (result, m, n * m))
     ]
     rest = (*([math.prod(outer)] if outer else []), compute, algorithm)
     multiply = library.cublasGemmStridedBatchedEx if outer else library.cublasGemmEx

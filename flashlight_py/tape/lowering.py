@@ -10,7 +10,6 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,7 +89,7 @@ class Memory:
         made = [Piece(*bounds(array), array, True) for array in recording.made]
         self.elsewhere = Piece(0, 0)
         pieces = [piece for piece in (*self.inputs.values(), *made) if piece.low < piece.high]
-        self._pieces = [self.elsewhere, *sorted(pieces, key=attrgetter("low"))]
+        self._pieces = [self.elsewhere, *sorted(pieces, key=operator.attrgetter("low"))]
         self._lows = [piece.low for piece in self._pieces]
         self._operands: dict[int, Operand] = {}  # by id of the array
         where, notes = self.elsewhere, list(map(self.with_operands, recording.notes))

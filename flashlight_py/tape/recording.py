@@ -334,8 +334,7 @@ class Recording(Watcher):
             self.effect(function, noted, changed=[self.noted(result)])
             return same[0]
         if isinstance(result, float):  # for example a norm of the arrays
-            number = np.float64(result)
-            return Number(self.effect(function, noted, number, arrays_in(noted)).plain)
+            return Number(self.effect(function, noted, np.float64(result), arrays_in(noted)).plain)
         if isinstance(result, (np.ndarray, np.generic)):
             return self.effect(function, noted, result)
         self.effect(function if result is None else _returning(function, result), noted)

@@ -113,7 +113,7 @@ def test_flrun_counts_all_ranks_of_a_lost_host_as_lost(cluster: Cluster) -> None
     assert process.returncode == 0, errors
     lines = [line for line in errors.splitlines() if line.startswith("flrun: ")]
     assert lines[0].startswith("flrun: rank 2 of 4 on h2 is lost: ")
-    assert lines[-1] == "flrun: starting again with 2 rank(s), for the 1st time"
+    assert lines[-1] == "flrun: starting again with 2 rank(s): restart 1"
     assert sorted(output.splitlines()) == [
         f"[{r}] {x}" for r in (0, 1) for x in ("begun 2", "sum 2")
     ]

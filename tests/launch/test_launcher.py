@@ -283,7 +283,7 @@ def test_output_dir_appends_output_of_each_rank_to_files(tmp_path: Path) -> None
     assert errors.read_text().count("OSError: 0") == 2
     assert done.stdout == ""
     reported = f"flrun: rank 0 of 1 on {os.uname().nodename} raised OSError: 0 (see {errors})"
-    again = "flrun: starting again with 1 rank(s), for the 1st time"
+    again = "flrun: starting again with 1 rank(s): restart 1"
     assert done.stderr.splitlines() == [reported, again, reported]
 
 
@@ -317,8 +317,8 @@ def test_min_n_restarts_with_remaining_ranks_down_to_the_minimum(tmp_path: Path)
     for restarts, size in enumerate((4, 3, 2)):
         assert f"[1] restart {restarts}, 1 of {size}, meets at {restarts}" in done.stdout
     assert "of 1" not in done.stdout
-    assert "flrun: starting again with 3 rank(s), for the 1st time" in done.stderr
-    assert "flrun: starting again with 2 rank(s), for the 2nd time" in done.stderr
+    assert "flrun: starting again with 3 rank(s): restart 1" in done.stderr
+    assert "flrun: starting again with 2 rank(s): restart 2" in done.stderr
 
 
 MEETING_TWICE = """
@@ -479,7 +479,7 @@ def test_flrun_names_a_killed_process(tmp_path: Path, ssh: str, victim: str, aga
     reason = "was killed by SIGKILL" if victim == "rank" else "is lost: ssh to b exited with code "
     assert f"flrun: rank {2 if victim == 'rank' else 1} of 4 on b {reason}" in first
     left = 4 if again == "--max-restarts" else 3 if victim == "rank" else 2
-    assert errors == f"flrun: starting again with {left} rank(s), for the 1st time\n"
+    assert errors == f"flrun: starting again with {left} rank(s): restart 1\n"
     assert process.returncode == 0
     assert sorted(output.splitlines()) == [f"[{rank}] again {rank} {left}" for rank in range(left)]
 

@@ -9,9 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from flashlight_py.autograd import native
 from flashlight_py.autograd.functions.elementwise import as_variable, check_filled
-from flashlight_py.autograd.native import kernel, record_jointly
+from flashlight_py.autograd.native import channels_last, channels_second, kernel, record_jointly
 from flashlight_py.autograd.precision import as_float32, as_floating
 from flashlight_py.autograd.variable import Input, Variable
 from flashlight_py.device import Array, array_module, as_packed, narrowed, widened
@@ -175,10 +174,10 @@ def _normalized(
     """
 
     def laid_out(array: Array) -> Array:
-        return as_packed(native.channels_last(array) if is_last else array)
+        return as_packed(channels_last(array) if is_last else array)
 
     def as_given(array: Array) -> Array:
-        return native.channels_second(array) if is_last else array
+        return channels_second(array) if is_last else array
 
     x = as_floating(x)
     rows = laid_out(widened(x.data))

@@ -274,8 +274,7 @@ def self_attention(
         grad = grad.reshape(batch, positions, heads, -1).transpose(0, 2, 1, 3)
         grads = work.backward(grad)
         if len(grads) > 1:
-            xp = array_module(grad)
-            grads = (xp.stack(grads).transpose(1, 3, 0, 2, 4).reshape(x.shape),)
+            grads = (array_module(grad).stack(grads).transpose(1, 3, 0, 2, 4).reshape(x.shape),)
         return grads
 
     return record_jointly("self_attention", narrowed(out, x.data), back, x)

@@ -1,5 +1,7 @@
 """Creation of groups and grids, and barriers."""
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import json
@@ -35,7 +37,7 @@ _MOST_WORDS = 200
 
 def new_group(
     ranks: Sequence[int], *, timeout: float | None = None, group: Group = None
-) -> "ProcessGroup":
+) -> ProcessGroup:
     """Create a group of some ranks of ``group``, which is called the parent.
 
     Collective: every rank of the parent must call it with the same list, even ranks that are not in
@@ -73,7 +75,7 @@ def new_group(
 
 def split(
     color: int | None, key: int = 0, *, timeout: float | None = None, group: Group = None
-) -> "ProcessGroup":
+) -> ProcessGroup:
     """Create one group for each ``color``, with the ranks that pass this color.
 
     Collective over ``group`` (default: the world), like MPI_Comm_split. Blocks.
@@ -233,7 +235,7 @@ def _balanced(size: int, dims: int) -> list[int]:
 def _create_group(
     parent: Membership, verb: str, choice: Any, timeout: float | None,
     select_members: Callable[[Sequence[Any]], list[int]],
-) -> "ProcessGroup":  # fmt: skip
+) -> ProcessGroup:  # fmt: skip
     """Return a new group, whose members depend on the ``choice`` of every rank of ``parent``.
 
     ``select_members`` receives the choices of all ranks and returns the members. Every rank raises

@@ -6,8 +6,6 @@ they raise ``MismatchError``, which contains the error, and the group remains us
 the tag of a message is invalid, the other ranks are not notified.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -173,7 +171,7 @@ def _prepare(group: Membership, verb: Verb, x: Any, args: dict[str, Any]) -> Cal
     return lambda: _run(group, call, array, x, space)
 
 
-def _run(group: Membership, call: Call, array: Array, x: Any, space: Output) -> Any:
+def _run(group: Membership, call: Call, array: Array, x: Any, space: "Output") -> Any:
     verb = call.verb
     terms = pack_terms(array, call.op) if verb.reduces else Terms(as_packed(array), call.op)
     call.array, call.op, back = terms
@@ -208,7 +206,7 @@ NEW = Output(np.empty(0), None, None)
 
 def prepare_output(
     name: str, out: Any, like: Any, shape: tuple[int | None, ...], argument: Any
-) -> Output:
+) -> "Output":
     """Return the ``Output`` for a result of ``shape``: ``out``, or a new array like ``argument``.
 
     Raises ValueError if the shape of ``out`` is not ``shape``, or its dtype is not the dtype of
@@ -225,14 +223,14 @@ def prepare_output(
     return Output(out, array, as_packed(array))
 
 
-def pack_input(array: Array, space: Output) -> Array:
+def pack_input(array: Array, space: "Output") -> Array:
     packed = as_packed(array)
     overlaps = space.packed is not None and call_arrays.may_overlap(packed, space.packed)
     return packed.copy() if overlaps else packed
 
 
 def finish(
-    group: Membership, call: Call, work: Work, space: Output,
+    group: Membership, call: Call, work: Work, space: "Output",
     back: Callable[[Array], Array] | None = None,
 ) -> Any:  # fmt: skip
     """Return the result of ``work`` as the user's object, or a Work if ``call`` does not block.
@@ -248,7 +246,7 @@ def finish(
     return Then(work, lambda value: store_result(value, space, back))
 
 
-def store_result(value: Any, space: Output, back: Callable[[Array], Array] | None) -> Any:
+def store_result(value: Any, space: "Output", back: Callable[[Array], Array] | None) -> Any:
     argument, array, packed = space
     part = value if packed is None else packed
     if back is not None:

@@ -25,20 +25,18 @@ import numpy as np
 from flashlight_py import _native, errors
 from flashlight_py._native import codes
 from flashlight_py.device import Array
-from flashlight_py.distributed import verbs
 from flashlight_py.distributed.backend import Backend, Callers, EntryPoints
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.native import NativeBackend, Outer
-from flashlight_py.distributed.calls import combining
 from flashlight_py.distributed.calls.arrays import as_bytes, check_out_rows, row_bytes
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
-from flashlight_py.distributed.calls.combining import factors, split_rows
+from flashlight_py.distributed.calls.combining import factors, split_rows, store_each
 from flashlight_py.distributed.calls.journal import NATIVE, OBJECTS, Journal, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import names
 from flashlight_py.distributed.memory.memory_file import shared_array
-from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BROADCAST
+from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BROADCAST, VERBS
 from flashlight_py.distributed.work import FAILURES, Done, Then, Work, wait_for, wait_timeout_error
 
 # Maximum bytes that a rank sends with a comparison: more bytes need less time if each host sends
@@ -153,7 +151,7 @@ class HostCalls:
             work = self._between.start(step)
         if (received := work.wait()) is not None:
             targets = [of_host[index] for of_host in sections]
-            combining.store_each(targets, split_rows(received, list(map(len, targets))))
+            store_each(targets, split_rows(received, list(map(len, targets))))
         for host, of_host in enumerate(sections):
             if host != self._home:
                 self._share(of_host)
@@ -225,7 +223,7 @@ def between_hosts(seconds: float, times: int = 1) -> float:
 
 
 # Verbs that ``HostCalls`` runs faster if arrays are large.
-_BY_HOSTS = [verb for verb in verbs.VERBS if hasattr(HostCalls, verb.name)]
+_BY_HOSTS = [verb for verb in VERBS if hasattr(HostCalls, verb.name)]
 
 # For a receive from any rank: maximum seconds of one poll, and of the wait between two polls.
 _LOOK_SECONDS, _SLICE_SECONDS = 1e-5, 0.02

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashlight_py import _native
-from flashlight_py._native import codes
+from flashlight_py._native import codes, optional
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.backend import Backend, Callers, EntryPoints, dropped
 from flashlight_py.distributed.backends import native_errors
@@ -313,7 +312,7 @@ class NativeBackend(Backend):
 
     def bind(self, journal: Journal, outer: Outer | None = None) -> EntryPoints:
         """Return native functions that accept plain NumPy arrays directly; see ``Backend``."""
-        if (fast := _native.optional("fast", SLOWER)) is None:
+        if (fast := optional("fast", SLOWER)) is None:
             return super().bind(journal)
         callbacks = self.native_ended, self.native_started
         outer = outer or Outer(*callbacks, self.callers.threads, self.unused)
@@ -450,8 +449,7 @@ class NativeBackend(Backend):
                 self.unused += [a for a in dropped if not self.lib.fl_drop_region(group, a)]
             signature, name = signature_of(self.ffi, call, like, code, root)
             if text := call.refusal or name:
-                raw = journal.text_at_site(text, SITE_BYTES)
-                site = self.ffi.new("fl_site *", {"text": raw})
+                site = self.ffi.new("fl_site *", {"text": journal.text_at_site(text, SITE_BYTES)})
             else:
                 asks = self.asks_for_sites and call.blocking and call.peer < 0
                 # In a verb with a root and in a scan, this rank may return before another rank asks

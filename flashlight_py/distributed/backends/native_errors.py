@@ -1,7 +1,5 @@
 """Exceptions and messages for failures that the native side reports."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,7 +34,7 @@ _WORDS_FOR_OTHERS = re.compile("^[PTM](?=lost |rank |ranks |all |a rank |the ran
 
 
 def failure(
-    backend: NativeBackend, handle: Any, status: int, verb: str, seconds: float, number: int
+    backend: "NativeBackend", handle: Any, status: int, verb: str, seconds: float, number: int
 ) -> DistributedError:
     """Return the exception for an operation that ended with ``status``.
 
@@ -83,7 +81,9 @@ def failure(
     return kind(f"{where}: {text}")
 
 
-def _ended_normally(backend: NativeBackend, calls: Any, missing: Sequence[int], number: int) -> str:
+def _ended_normally(
+    backend: "NativeBackend", calls: Any, missing: Sequence[int], number: int
+) -> str:
     """Return as text that the first ``missing`` rank left the group, and after how many calls."""
     if calls == backend.ffi.NULL or not missing:
         return wording.HAS_LEFT
@@ -123,7 +123,7 @@ def received_error(where: str, words: str) -> DistributedError:
 
 
 def _mismatch(
-    where: str, backend: NativeBackend, handle: Any, signatures: Any, number: int
+    where: str, backend: "NativeBackend", handle: Any, signatures: Any, number: int
 ) -> MismatchError:
     begun = [rank for rank in range(backend.size) if signatures[rank].sequence]
     by_rank = {backend.numbers[rank]: (rank, signatures[rank]) for rank in begun}
@@ -139,7 +139,7 @@ def _mismatch(
     return MismatchError(text, calls=[*calls.values()])
 
 
-def _call_and_site(backend: NativeBackend, handle: Any, rank: int, signature: Any) -> str:
+def _call_and_site(backend: "NativeBackend", handle: Any, rank: int, signature: Any) -> str:
     """Return the call of ``rank`` with its call site, or why the rank rejected its arguments."""
     site = backend.ffi.string(backend.lib.fl_op_site(handle, rank)).decode(errors="replace")
     if site and signature.ndim == codes.REFUSED:
@@ -159,7 +159,7 @@ def deadlock(where: str, waiting: str, others: str, limit: str) -> MismatchError
 
 
 def _last_calls(
-    backend: NativeBackend, handle: Any, signatures: Any, missing: Sequence[int], number: int
+    backend: "NativeBackend", handle: Any, signatures: Any, missing: Sequence[int], number: int
 ) -> str:
     """Return as text the call in which this rank waits, and the last call of each missing rank."""
     own_call = signatures[backend.rank]

@@ -8,7 +8,6 @@ receives.
 """
 
 import enum
-import itertools
 import json
 import math
 import selectors
@@ -19,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,7 +50,7 @@ _IDLE_SECONDS = 1.0  # seconds without an operation after which the background t
 _LARGE = 64 << 10
 _TEXT_BYTES = 320  # maximum bytes of a call as text, with its line of code
 _MOST_TAGS = 5  # maximum number of tags that an error lists
-_orders = itertools.count()
+_orders = count()
 _UNUSABLE = "the group cannot be used any more"
 
 Error: TypeAlias = Callable[[str], DistributedError]  # the argument begins the message

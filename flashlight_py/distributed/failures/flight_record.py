@@ -158,9 +158,8 @@ def record_text(flight: Flight, reason: str, threads: Sequence[str]) -> str:
 
 def _readable(fields: dict[str, Any], now: int) -> dict[str, Any]:
     started, ended = fields["started"], fields.get("ended")
-    state = "failed" if "error" in fields else "running" if ended is None else "ended"
     return {
-        "state": state,
+        "state": "failed" if "error" in fields else "running" if ended is None else "ended",
         "seconds_ago": round((now - started) / 1e9, 6),
         "seconds": round(((ended or now) - started) / 1e9, 9),
         **fields,

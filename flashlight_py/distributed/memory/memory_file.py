@@ -95,8 +95,7 @@ class MemoryFile:
 @contextlib.contextmanager
 def open_memory(path: str) -> Iterator[int]:
     """Open the file of another process. Raise OSError if it is missing or of another user."""
-    is_link = path.startswith("/proc/")
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC if is_link else _FLAGS)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC if path.startswith("/proc/") else _FLAGS)
     try:
         status = os.fstat(fd)
         if status.st_uid != system.user_id() or not stat.S_ISREG(status.st_mode):

@@ -1,7 +1,5 @@
 """The contract of a store, through which unconnected processes exchange small payloads."""
 
-from __future__ import annotations
-
 import abc
 import functools
 import itertools
@@ -41,11 +39,11 @@ class Store(abc.ABC):
     ends: Mapping[int, tuple[Any, Any]] = MappingProxyType({})
     secret: bytes = b""  # secret known to all ranks before the first exchange; b"": none
     host_timeout: float = 0.0  # seconds until a silent host is lost; 0: no limit
-    subgroup: Subgroup | None = None  # set if the ranks have connections already
-    memory_subgroup: Subgroup | None = None  # set if ranks share memory; other ranks are -1 in it
+    subgroup: "Subgroup | None" = None  # set if the ranks have connections already
+    memory_subgroup: "Subgroup | None" = None  # set if ranks share memory; other ranks are -1 in it
 
     @abc.abstractmethod
-    def exchange(self, payload: bytes) -> Roster:
+    def exchange(self, payload: bytes) -> "Roster":
         """Return the payloads of all ranks, in rank order. Collective, blocking.
 
         Raises:
@@ -74,7 +72,7 @@ class Roster(Sequence[bytes]):
         self._kept: dict[Hashable, Any] = {}
 
     @classmethod
-    def of(cls, payloads: Sequence[bytes]) -> Roster:
+    def of(cls, payloads: Sequence[bytes]) -> "Roster":
         """Pack ``payloads``, preceded by their number and their lengths."""
         count = len(payloads)
         return cls(b"".join([struct.pack(f"!{count + 1}I", count, *map(len, payloads)), *payloads]))
@@ -111,7 +109,7 @@ class Roster(Sequence[bytes]):
         return cast(_Made, self._kept[key])
 
 
-def _part(payloads: Sequence[bytes], ranks: Sequence[int]) -> Roster:
+def _part(payloads: Sequence[bytes], ranks: Sequence[int]) -> "Roster":
     return Roster.of([payloads[rank] for rank in ranks])
 
 
@@ -127,7 +125,7 @@ class Subgroup(NamedTuple):
     number: int
     is_flat: bool  # whether all ranks use this backend only, because no ranks share memory
 
-    def among(self, ranks: Sequence[int]) -> Subgroup:
+    def among(self, ranks: Sequence[int]) -> "Subgroup":
         """Return a part of this subgroup, with another number. ``ranks`` index ``self.ranks``."""
         ranks = [self.ranks[rank] for rank in ranks]
         return Subgroup(self.parent, ranks, self.number + 1, self.is_flat)
@@ -147,7 +145,7 @@ class SubStore(Store):
         self.subgroup = store.subgroup and store.subgroup.among(self._ranks)
         self.memory_subgroup = store.memory_subgroup and store.memory_subgroup.among(self._ranks)
 
-    def exchange(self, payload: bytes) -> Roster:
+    def exchange(self, payload: bytes) -> "Roster":
         return self._store.exchange(payload).derived(_part, self._ranks)
 
 
@@ -206,9 +204,8 @@ def _start_time(pid: int) -> str:
     except OSError:
         return ""
     # The second field is the command in parentheses. It may contain spaces and parentheses.
-    fields = stat.rpartition(")")[2].split()
-    has_ended = fields[0] in "ZX"
-    return "" if has_ended else fields[19]
+    state, *fields = stat.rpartition(")")[2].split()
+    return "" if state in "ZX" else fields[18]
 
 
 def check_member(rank: int, size: int, timeout: float) -> None:

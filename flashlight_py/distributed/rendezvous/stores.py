@@ -21,7 +21,6 @@ from flashlight_py.distributed.rendezvous import store
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.gate import LONGEST_PAUSE
 from flashlight_py.distributed.rendezvous.secret import FLAGS, NONCE_BYTES, Secret, create_private
-from flashlight_py.distributed.rendezvous.store import Peer, host_identity, this_process
 from flashlight_py.distributed.rendezvous.tree import TreeStore
 from flashlight_py.distributed.rendezvous.wire import NoServerError, Offer, SilentError, claim
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
@@ -215,7 +214,7 @@ class Name(NamedTuple):
 class Announcement(NamedTuple):
     """Announcement by rank 0: its process, its addresses, and the secret of its run."""
 
-    peer: Peer
+    peer: store.Peer
     addresses: list[tuple[str, int]]
     secret: str
 
@@ -236,7 +235,7 @@ class Announcement(NamedTuple):
             pairs = record["addresses"]
             addresses = [(str(ipaddress.ip_address(host)), port) for host, port in pairs]
             bytes.fromhex(record["secret"])
-            peer = Peer(*record["peer"])
+            peer = store.Peer(*record["peer"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError("must have all fields of an announcement") from error
         if not all(port in range(1, 65536) for _, port in addresses):
@@ -374,7 +373,7 @@ class FileStore(TreeStore):
         self.secret = self.job_secret.common
         self._listeners: list[system.Socket] = []
         self._announced: Name | None = None
-        self._announcement = Announcement(this_process(), [], "")
+        self._announcement = Announcement(store.this_process(), [], "")
         self.next_poll = 0.0
         # Names of other runs. ``_earlier``: their files existed before this run. ``_alive``: their
         # rank 0 is alive. ``_contacted``: rank 0 of this run has contacted their rank 0.
@@ -429,7 +428,7 @@ class FileStore(TreeStore):
         outside = ((host, port) for port in more for host in own_addresses())
         addresses = [(LOOPBACK, first), *outside]
         secret = self.job_secret.from_job.decode()
-        self._announcement = Announcement(this_process(), addresses, secret)
+        self._announcement = Announcement(store.this_process(), addresses, secret)
         self._directory.write(self._announced, self._announcement.pack())
         if previous is not None:
             self._directory.remove(previous)
@@ -564,7 +563,7 @@ class MpiStore(TreeStore):
         world = load_mpi().COMM_WORLD
         rank, size = int(world.Get_rank()), int(world.Get_size())
         check_world(detect(), size)
-        hosts = world.allgather(host_identity())
+        hosts = world.allgather(store.host_identity())
         self._one_host, self.local_rank = len(set(hosts)) == 1, hosts[:rank].count(hosts[rank])
         self._addresses: list[tuple[str, int]] = []
         self.secret = world.bcast(system.random_bytes(NONCE_BYTES).hex().encode(), 0)

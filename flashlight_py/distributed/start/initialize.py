@@ -110,7 +110,7 @@ def distributed_init(
         enter(create_world(create, settings), settings)
 
 
-def create_world(create: "StoreFactory", settings: Settings) -> World:
+def create_world(create: Callable[[], Store], settings: Settings) -> World:
     _check_threads()
     if settings.backend not in ("auto", "mpi", "portable"):
         _native.load_extension(settings.backend)  # fail before anything is created
@@ -342,12 +342,10 @@ def _core_numbers(bits: str) -> set[int]:
 
 _MPI_LAUNCHERS = ("openmpi", "pmi", "mvapich")
 
-StoreFactory = Callable[[], Store]
-
 
 def choose_store(
     method: DistributedInit | None, rank: int, size: int, settings: Settings
-) -> "StoreFactory | None":
+) -> Callable[[], Store] | None:
     """Return a function that creates the store, or None for a world of one process."""
     host, port, file = settings.master_addr, settings.master_port, settings.file_path
     is_passed = (rank, size) != (-1, -1)

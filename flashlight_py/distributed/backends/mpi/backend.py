@@ -9,8 +9,6 @@ between its steps. A waiting thread runs the steps of all operations of this pro
 waits, a background thread does, provided that MPI allows calls from any thread.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import fcntl
@@ -75,7 +73,7 @@ _abandoned: list[Any] = []
 class Operation(Work):
     """A started call. Its ``steps`` wait for ``comparison``, and at most ``seconds`` for MPI."""
 
-    def __init__(self, group: MpiBackend, name: str, seconds: float) -> None:
+    def __init__(self, group: "MpiBackend", name: str, seconds: float) -> None:
         self.name, self.seconds, self.where = name, seconds, f"[{name}] {group.rank_text}"
         self.steps: Steps
         self.comparison: Work | None = None
@@ -177,7 +175,7 @@ class MpiBackend(Backend):
     kind = DistributedBackend.MPI
 
     def __init__(
-        self, progress: Progress, comm: Any, control: Backend, path: str, seconds: float,
+        self, progress: "Progress", comm: Any, control: Backend, path: str, seconds: float,
         checked: bool, gpu_aware: bool,
     ) -> None:  # fmt: skip
         self.progress, self.control, self.parts = progress, control, [control]
@@ -465,7 +463,7 @@ class Progress:
         self._pid = os.getpid()
         atexit.register(self._close_all)
 
-    def add(self, group: MpiBackend) -> None:
+    def add(self, group: "MpiBackend") -> None:
         """Run the steps of ``group`` from now on. Free closed groups that all ranks have left."""
         with self.lock:
             for closed in [other for other in self._closed if other.leaving.have_all_left()]:
@@ -477,7 +475,7 @@ class Progress:
                 abort.after_report.append(self.abort_job)
             self._groups.append(group)
 
-    def remove(self, group: MpiBackend, healthy: bool) -> None:
+    def remove(self, group: "MpiBackend", healthy: bool) -> None:
         """Remove ``group``; if ``healthy``, it is freed after all other ranks have left it."""
         with self.lock:
             self._groups.remove(group)
@@ -627,7 +625,7 @@ class MpiCard(NamedTuple):
 
 def connect_mpi(
     store: Store, join_cpus: Callable[[], Backend], seconds: float, checked: bool, gpu_aware: bool
-) -> MpiBackend:
+) -> "MpiBackend":
     """Connect the ranks of ``store`` by their MPI library. Collective, blocking.
 
     ``join_cpus()`` returns a backend of the same ranks that compares their calls. For the other
