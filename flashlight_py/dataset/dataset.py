@@ -39,8 +39,9 @@ class Dataset(abc.ABC):
         """
         samples = [self.get(int(index)) for index in indices]
         if len(counts := {len(sample) for sample in samples}) != 1:
-            fields = f"samples must have equal numbers of fields, got {sorted(counts)}"
-            raise ValueError(f"batch: {fields}")
+            raise ValueError(
+                f"batch: samples must have equal numbers of fields, got {sorted(counts)}"
+            )
         return tuple(starmap(_stack_field, enumerate(zip(*samples, strict=True))))
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
