@@ -171,6 +171,7 @@ def test_spawn_raises_type_error_if_fn_is_not_picklable(monkeypatch: pytest.Monk
         ({"max_restarts": -1}, ValueError, "max_restarts must be .* at least 0, got -1"),
         ({"max_restarts": None}, ValueError, "max_restarts must be .* at least 0, got None"),
         ({"params": {"FILE_PATH": "/x"}}, ValueError, "must not contain FILE_PATH"),
+        ({"nprocs": 100_000}, ValueError, r"spawn: nprocs.* got 100000"),  # limits of this host
     ],
 )
 def test_spawn_rejects_invalid_arguments_before_a_start(
@@ -312,11 +313,6 @@ def test_spawn_names_the_first_rank_that_fails(
 ) -> None:
     with pytest.raises(fl.errors.RankFailedError, match=match):
         fl.spawn(function, args, nprocs, params={"BACKEND": "shm"})
-
-
-def test_spawn_raises_value_error_if_nprocs_exceeds_host_limits() -> None:
-    with pytest.raises(ValueError, match=r"spawn: nprocs.* got 100000"):
-        fl.spawn(make_trap, nprocs=100_000)
 
 
 def test_spawn_restarts_all_ranks(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -465,8 +461,10 @@ if __name__ == "__main__":
 """
 
 
-def test_spawn_sends_functions_and_classes_of_a_script(tmp_path: Path) -> None:
-    done = run([sys.executable, write(tmp_path, SCRIPT), "--option"])
+@pytest.mark.parametrize("program", [["program.py"], *slow(["-m", "program"])])
+def test_spawn_sends_functions_and_classes_of_a_script(tmp_path: Path, program: list[str]) -> None:
+    write(tmp_path, SCRIPT)
+    done = run([sys.executable, *program, "--option"], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == [
         "[Point(x=4.0), Point(x=5.0)] ['--option']",
@@ -474,14 +472,6 @@ def test_spawn_sends_functions_and_classes_of_a_script(tmp_path: Path) -> None:
         "imported as __mp_main__",
         "imported as __mp_main__",
     ]
-
-
-@pytest.mark.slow
-def test_spawn_works_in_a_module_run_with_dash_m(tmp_path: Path) -> None:
-    write(tmp_path, SCRIPT, "module.py")
-    done = run([sys.executable, "-m", "module"], cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "[Point(x=4.0), Point(x=5.0)]" in done.stdout
 
 
 def test_spawn_raises_runtime_error_without_the_main_guard(tmp_path: Path) -> None:
