@@ -35,15 +35,17 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
     """Join the ranks of a process group. Collective, blocking.
 
     ``options`` come from torch: store, rank, size, timeout and the ranks in the world (empty for
-    the default group). ``params`` is the ``pg_options`` of the user, a dict of
-    ``distributed_init``'s parameters. If this process is in a world, this world becomes the default
-    group. Otherwise the default group becomes the world.
+    the default group, None for ranks of several worlds). ``params`` is the ``pg_options`` of the
+    user, a dict of ``distributed_init``'s parameters. If this process is in a world, this world
+    becomes the default group. Otherwise the default group becomes the world.
 
     Raises:
         ValueError: If the existing world has another rank or size, or if ``params`` are invalid.
         RendezvousError, BackendUnavailableError: As in ``distributed_init``.
     """
     rank, size = options.group_rank, options.group_size
+    if options.global_ranks_in_group is None:
+        return create_group(options.store, rank, size, options.timeout)
     usual = min(options.timeout.total_seconds(), internal.MOST_SECONDS)
     options_of_user = dict(params) if isinstance(params, Mapping) else {}
     settings = internal.Settings.from_params({"TIMEOUT": usual, **options_of_user})

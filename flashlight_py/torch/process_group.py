@@ -113,8 +113,14 @@ def _of_torch(cls: type[Any]) -> type[Any]:
 
 def _only(tensors: Any) -> torch.Tensor:
     """Return the only tensor in ``tensors``. torch's functions pass a list of one tensor."""
-    (tensor,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    return tensor
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(
+            f"{NAME}: expected one tensor of each rank, got {len(tensors)}. Pass one tensor a call"
+        )
+    only: torch.Tensor = tensors[0]
+    return only
 
 
 def _list(tensors: Any) -> list[torch.Tensor]:
@@ -579,6 +585,21 @@ class FlashlightGroup(dist.ProcessGroup):
         child: FlashlightGroup = self._join(options, None)
         child._name, child._description = group_name, group_desc or ""
         return child
+
+    def merge_remote_group(
+        self, store: Any, size: int, timeout: timedelta | None = None, group_name: str = "",
+        group_desc: str = "",
+    ) -> FlashlightGroup:  # fmt: skip
+        """Return a group of all ``size`` ranks that call this with ``store``, also of other groups.
+
+        The first rank that calls is rank 0, as with gloo.
+        """
+        options = SimpleNamespace(store=store, group_rank=store.add("mergeGroupRank", 1) - 1)
+        options.group_size, options.timeout = size, timeout or self._limit
+        options.global_ranks_in_group = None  # the ranks may be in several worlds
+        merged: FlashlightGroup = self._join(options, None)
+        merged._name, merged._description = group_name or "", group_desc or ""
+        return merged
 
     @property
     def _device_types(self) -> list[torch.device]:

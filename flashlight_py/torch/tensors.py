@@ -74,6 +74,8 @@ def room_for(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
     """
     for tensor in alike:
         require_cpu_tensor(tensor)
+    if not tensors:
+        raise ValueError("expected at least one tensor, got an empty list")
     first, count = tensors[0], sum(tensor.numel() for tensor in tensors)
     if len(dtypes := {tensor.dtype for tensor in alike}) > 1:
         names = sorted(map(str, dtypes))

@@ -1,9 +1,10 @@
 """Cases that torch's own suite lacks, in its form. ``self.rank`` is the rank in an existing group.
 
-All cases also pass with gloo.
+All cases that run on gloo also pass there.
 """
 
 import _thread
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,6 +12,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+NEW = hasattr(dist.AllreduceOptions, "asyncOp")  # torch 2.7: FSDP2 and merged groups on CPUs
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+class _Recomputed(nn.Module):
+    """Layers whose activations are computed again in the backward pass."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.layers, x, use_reentrant=False)
 
 
 class Cases:
@@ -88,3 +115,118 @@ class Cases:
                 continue
             assert is_async
             assert self.rank
+
+    def test_collectives_of_empty_tensors(self) -> None:
+        size = dist.get_world_size()
+        parts = [torch.empty(0, 3) for _ in range(size)]
+        for is_async in (False, True):
+            works = [
+                dist.broadcast(torch.empty(0), 0, async_op=is_async),
+                dist.all_reduce(torch.empty(0, 3), async_op=is_async),
+                dist.all_gather(parts, torch.empty(0, 3), async_op=is_async),
+                dist.reduce(torch.empty(2, 0), size - 1, async_op=is_async),
+            ]
+            for work in works if is_async else []:
+                work.wait()
+        assert [part.shape for part in parts] == [(0, 3)] * size
+
+    def test_messages_between_all_pairs_of_ranks(self) -> None:
+        size = dist.get_world_size()
+        x = torch.tensor([self.rank, 7])
+        received = [torch.empty_like(x) for _ in range(size)]
+        others = [rank for rank in range(size) if rank != self.rank]
+        works: list[Any] = [dist.irecv(received[rank], rank) for rank in others]
+        works += [dist.isend(x, rank) for rank in others]
+        for work in works:
+            work.wait()
+        assert [received[rank].tolist() for rank in others] == [[rank, 7] for rank in others]
+
+    def test_many_collectives_at_once(self) -> None:
+        size, groups = dist.get_world_size(), [dist.group.WORLD, dist.new_group()]
+        xs = [torch.full((50,), float(self.rank + number)) for number in range(200)]
+        works = [
+            dist.all_reduce(x, group=groups[number % 2], async_op=True)
+            for number, x in enumerate(xs)
+        ]
+        for work in reversed(works):
+            work.wait()
+        ranks = sum(range(size))
+        assert [x[-1].item() for x in xs] == [ranks + size * number for number in range(200)]
+
+    def test_merge_of_groups_that_share_a_store(self) -> None:
+        if not hasattr(dist.ProcessGroup, "merge_remote_group") or dist.get_backend() == "gloo":
+            return  # gloo of torch 2.13 passes with 2 ranks and hangs with 3
+        size = dist.get_world_size()
+        names = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(names)
+        store = dist.PrefixStore("merged", dist.FileStore(f"{names[0]}/store", size))
+        world: Any = dist.group.WORLD
+        merged = world.merge_remote_group(store, size, timedelta(seconds=60))
+        x = torch.zeros(size)
+        x[merged.rank()] = 1.0
+        merged.allreduce([x]).wait()
+        assert (merged.size(), x.tolist()) == (size, [1.0] * size)
+
+    def test_ddp_with_recomputed_activations(self) -> None:
+        size, model = dist.get_world_size(), _model()
+        xs = [torch.full((3, 4), rank + 1.0) for rank in range(size)]
+        (sum(model(x).sum() for x in xs) / size).backward()
+        expected = [weight.grad.clone() for weight in model.parameters()]
+        model.zero_grad()
+        layers = DDP(_Recomputed(model), static_graph=True)
+        layers(xs[self.rank]).sum().backward()
+        torch.testing.assert_close([weight.grad for weight in model.parameters()], expected)
+
+    def test_fully_shard_clips_and_accumulates_gradients(self) -> None:
+        if not NEW:
+            return
+        size, model, sharded = dist.get_world_size(), _model(), _model()
+        for layer in (*sharded, sharded):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (size,)))
+        sharded[0].weight.requires_grad_(False)
+        model[0].weight.requires_grad_(False)
+        for step in range(2):  # only the last step reduces
+            sharded.set_requires_gradient_sync(step == 1)
+            sharded(torch.full((3, 4), self.rank + step + 1.0)).sum().backward()
+            for rank in range(size):
+                (model(torch.full((3, 4), rank + step + 1.0)).sum() / size).backward()
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (sharded, model)]
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+        pairs = zip(sharded.parameters(), model.parameters(), strict=True)
+        for ours, expected in [pair for pair in pairs if pair[1].requires_grad]:
+            torch.testing.assert_close(ours.grad.full_tensor(), expected.grad)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(sharded, options=options)
+        if self.rank == 0:
+            torch.testing.assert_close(dict(state), dict(model.state_dict()))
+
+    def test_redistribution_of_uneven_tensors(self) -> None:
+        size = dist.get_world_size()
+        mesh, x = init_device_mesh("cpu", (size,)), torch.arange(35.0).view(5, 7)
+        for before in (Replicate(), Shard(0), Shard(1)):
+            for after in (Replicate(), Shard(0), Shard(1)):
+                y = distribute_tensor(x, mesh, [before]).redistribute(mesh, [after])
+                assert torch.equal(y.full_tensor(), x)
+        for after in (Replicate(), Shard(0), Shard(1)):
+            partial = DTensor.from_local(x * self.rank, mesh, [Partial()])
+            y = partial.redistribute(mesh, [after]).full_tensor()
+            assert torch.equal(y, x * sum(range(size)))
+        product = distribute_tensor(x, mesh, [Shard(1)]) @ distribute_tensor(
+            x.t(), mesh, [Shard(0)]
+        )
+        torch.testing.assert_close(product.full_tensor(), x @ x.t())
+
+    def test_checkpoint_is_loaded_with_other_shards(self) -> None:
+        size = dist.get_world_size()
+        mesh, x = init_device_mesh("cpu", (size,)), torch.arange(35.0).view(5, 7)
+        folders = [tempfile.mkdtemp() for _ in range(2)]
+        dist.broadcast_object_list(folders)
+        state = {"x": distribute_tensor(x, mesh, [Shard(0)]), "step": 3}
+        dcp.save(state, checkpoint_id=folders[0])
+        dcp.async_save(state, checkpoint_id=folders[1]).result()
+        for folder in folders:
+            for placement in (Shard(1), Replicate()):
+                state = {"x": distribute_tensor(x * 0, mesh, [placement]), "step": 0}
+                dcp.load(state, checkpoint_id=folder)
+                assert torch.equal(state["x"].full_tensor(), x)
+                assert state["step"] == 3

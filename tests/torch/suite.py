@@ -1,7 +1,8 @@
 """torch's own suite and our cases on a backend: ``python -m tests.torch.suite BACKEND``.
 
 It needs an interpreter with torch. Tests for gloo or MPI on CPUs use this backend instead: the name
-of the backend is replaced in the source of the suite.
+of the backend is replaced in the source of the suite. With ``--files CHECKOUT``, the test
+files of a checkout of torch run instead; see ``files``.
 """
 
 import argparse
@@ -50,7 +51,6 @@ def loaded(backend: str) -> Any:
     return suite
 
 
-@functools.cache  # forked processes inherit the loaded suite
 def case_of(backend: str) -> type[unittest.TestCase]:
     """Return the tests of the suite as a class."""
     suite = loaded(backend)
@@ -72,10 +72,26 @@ def case_of(backend: str) -> type[unittest.TestCase]:
     return Forked
 
 
-def outcome(backend: str, name: str) -> tuple[str, str, str, float]:
+@functools.cache  # forked processes inherit the loaded tests
+def cases_of(backend: str, checkout: str, folder: str) -> dict[str, unittest.TestCase]:
+    """Return the tests of the suite, or of the files of a checkout, by name."""
+    if not checkout:
+        case = case_of(backend)
+        return {name: case(name) for name in dir(case) if name.startswith("test_")}
+    from tests.torch import files
+
+    names = files.copied(checkout, folder)
+    loaded(backend)
+    files.use_cpus()
+    if backend != "gloo":
+        files.replace_gloo(backend)
+    return files.cases_of_files(folder, names)
+
+
+def outcome(places: tuple[str, str, str], name: str) -> tuple[str, str, str, float]:
     """Return the name of a test, its outcome, the reason, and the duration in seconds."""
     result, begun = unittest.TestResult(), time.monotonic()
-    case_of(backend)(name).run(result)
+    cases_of(*places)[name].run(result)
     seconds = round(time.monotonic() - begun, 1)
     kinds = {"failed": result.failures + result.errors, "skipped": result.skipped}
     for word, problems in kinds.items():
@@ -88,7 +104,8 @@ def main() -> None:
     """Run several tests at once and write their outcomes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("backend")
-    parser.add_argument("names", nargs="*", help="of tests, instead of all of them")
+    parser.add_argument("names", nargs="*", help="parts of tests' names, instead of all tests")
+    parser.add_argument("--files", default="", help="a checkout of torch, whose test files run")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=60, help="of a test, at most")
     parser.add_argument("--jobs", type=int, default=3, help="how many tests run at once")
@@ -106,9 +123,10 @@ def main() -> None:
             DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(options.seconds),
             OMP_NUM_THREADS="1",
         )
-        every = [name for name in dir(case_of(options.backend)) if name.startswith("test_")]
-        names = options.names or every
-        for row in pool.map(functools.partial(outcome, options.backend), names):
+        places = options.backend, options.files, folder
+        parts = options.names or [""]
+        names = [name for name in cases_of(*places) if any(part in name for part in parts)]
+        for row in pool.map(functools.partial(outcome, places), names):
             print(json.dumps(row), file=file, flush=True)
 
 
