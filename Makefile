@@ -136,7 +136,7 @@ bench: $(DEV) ## run every benchmark and its peers, into build/bench
 	@mkdir -p build/bench
 	$(IN_VENV) set -o pipefail; for script in benchmarks/[a-z]*.py; do \
 	  name=$$(basename $$script .py); echo "== $$script"; \
-	  case $$name in all_reduce|training_step) plot="--plot build/bench/$$name.png";; *) plot=;; esac; \
+	  case $$name in all_reduce|tensor_parallel|training_step) plot="--plot build/bench/$$name.png";; *) plot=;; esac; \
 	  python $$script --json build/bench/$$name.json $$plot $(BENCH) | tee build/bench/$$name.md || \
 	    [ $$? = 77 ] || exit 1; \
 	done

@@ -1,4 +1,4 @@
-"""Plots of measurements: time against size with one line per library, and ratios as a grid."""
+"""Plots of measurements: lines of times against sizes, a grid of ratios, and bars."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from harness.report import duration, size_name
 from harness.statistics import Measurement, median
 
-__all__ = ["plot_grid", "plot_model", "plot_times"]
+__all__ = ["plot_bars", "plot_grid", "plot_model", "plot_times"]
 
 OURS = "flashlight_py"
 
@@ -114,5 +114,42 @@ def plot_model(
     axes.set(xlabel="bytes of the array", ylabel="time per call")
     axes.grid(which="major", alpha=0.3)
     axes.legend(fontsize="small")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+
+
+def plot_bars(
+    panels: Mapping[str, Mapping[str, Mapping[str, float]]], unit: str, title: str, file: Path
+) -> None:
+    """Write a PNG with panels of grouped bars, at most three panels in a row.
+
+    Args:
+        panels: Values by title of the panel, group, and library. Panels have the same libraries.
+        unit: Label of the vertical axes.
+        title: Title of the picture, such as the machine.
+        file: Path of the PNG.
+    """
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(3.1 * columns, 0.7 + 2.3 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes, (heading, groups) in zip(grid.flat, panels.items(), strict=False):
+        names = list(dict.fromkeys(name for values in groups.values() for name in values))
+        for column, name in enumerate(names):
+            left = [group + (column - (len(names) - 1) / 2) * 0.27 for group in range(len(groups))]
+            heights = [values.get(name, 0.0) for values in groups.values()]
+            bars = axes.bar(left, heights, 0.25, label=name)
+            axes.bar_label(bars, fmt="%.3g", fontsize="x-small", padding=1)
+        axes.set_xticks(range(len(groups)), list(groups))
+        axes.set_title(heading, fontsize="medium")
+        axes.margins(y=0.12)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(unit)
+    handles, names = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+    figure.suptitle(title, fontsize="small")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)

@@ -22,10 +22,23 @@ class Group(dist.ProcessGroup):
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
-        self._done = _Done()
+        self._done, self._name = _Done(), ""
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         return self._done
+
+    def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> dist.Work:
+        return self._done
+
+    # torch 2.13 calls one of these methods for all_gather_into_tensor.
+    all_gather_single = _allgather_base
+    allgather_into_tensor_coalesced = all_gather_single_coalesced = _allgather_base
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._gloo.barrier(opts)
