@@ -68,7 +68,7 @@ def create_group(store: Any, rank: int, size: int, timeout: timedelta | float = 
     """
     from flashlight_py.torch import joining
 
-    return joining.create_group(store, rank, size, timeout)
+    return joining.standalone_group(store, rank, size, timeout)
 
 
 def monitored_barrier(

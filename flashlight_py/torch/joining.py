@@ -82,7 +82,9 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
     return FlashlightGroup(group, store, settings.timeout, end, join_process_group)
 
 
-def create_group(store: Any, rank: int, size: int, timeout: timedelta | float) -> FlashlightGroup:
+def standalone_group(
+    store: Any, rank: int, size: int, timeout: timedelta | float
+) -> FlashlightGroup:
     """Return a process group that is independent of torch's default group."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     settings = internal.Settings.from_params({"TIMEOUT": min(seconds, internal.MOST_SECONDS)})
@@ -90,7 +92,7 @@ def create_group(store: Any, rank: int, size: int, timeout: timedelta | float) -
     group = initialize.create_world(meeting, settings).group
 
     def join(part: Any, _: Any) -> FlashlightGroup:
-        return create_group(part.store, part.group_rank, part.group_size, part.timeout)
+        return standalone_group(part.store, part.group_rank, part.group_size, part.timeout)
 
     return FlashlightGroup(group, store, settings.timeout, group.close, join)
 
