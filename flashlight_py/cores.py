@@ -107,5 +107,4 @@ def control_groups(root: Path) -> Iterator[Path]:
             for name in {names, *names.split(",")} if names else ("", "unified"):
                 mount = root / "sys/fs/cgroup" / name
                 # In a container, ``path`` may not exist. The group's folder is then ``mount``.
-                groups = (mount / path.lstrip("/") / "x").parents
-                yield from (group for group in groups if group.is_relative_to(mount))
+                yield from (mount / group for group in Path(path.lstrip("/"), "x").parents)

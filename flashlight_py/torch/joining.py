@@ -3,7 +3,7 @@
 import functools
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -22,9 +22,9 @@ from flashlight_py.interfaces import own_addresses
 from flashlight_py.torch.process_group import FlashlightGroup
 
 OWNER = "torch.distributed"
-# Maximum pause between polls, in seconds. torch's store cannot wait for the first of two keys, and
-# it prints a warning if a wait times out.
-_MOST_PAUSE = 0.05
+# Pauses between polls, in seconds. torch's stores cannot wait for the first of two keys, they print
+# a warning if a wait times out, and a FileStore has no events: its wait polls every 10 ms.
+_LEAST_PAUSE, _MOST_PAUSE = 2e-4, 0.05
 _SECRET = "secret"
 _PAYLOAD, _ABORTED = b"+", b"!"
 hide_folder(f"{Path(torch.__file__).parent}/")
@@ -114,6 +114,13 @@ def world_rendezvous() -> Iterator[tuple[Any, int, int]]:
     yield store, rank, size
 
 
+def _pauses() -> Iterator[float]:
+    pause = _LEAST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, _MOST_PAUSE)
+
+
 class TorchStore(rendezvous.Store):
     """A rendezvous of ranks in ``store``, a ``torch.distributed.Store``.
 
@@ -125,6 +132,9 @@ class TorchStore(rendezvous.Store):
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         self._store, self._timeout, self._count = store, timeout, 0
         self.rank, self.size = rank, size
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        self._is_file = isinstance(store, dist.FileStore)
         waiting, nonce = rendezvous.Waiting("they meet in torch's store"), secrets.token_hex(8)
         if rank == 0:
             self.secret = secrets.token_hex(32).encode()
@@ -132,19 +142,14 @@ class TorchStore(rendezvous.Store):
             for number in self._read(self._keys("here", 1), waiting):
                 self._do("set", self._key("seen", number.decode()), b"")
             return
-        seen, pause, end = "", 0.001, time.monotonic() + timeout
+        seen, pauses, end = "", _pauses(), time.monotonic() + timeout
         while not (seen and self._do("check", [seen])):
             if self._do("check", [_SECRET]) and self._do("get", _SECRET) != self.secret:
                 self.secret = self._do("get", _SECRET)
                 seen = self._key("seen", nonce)
                 self._do("set", self._key("here", rank), nonce)
-            time.sleep(pause)
-            pause = min(2 * pause, _MOST_PAUSE)
-            if (now := time.monotonic()) > min(end, waiting.due):
-                missing = (seen and self._missing(self._keys("here", 1))) or [0]
-                waiting.log_missing(missing)
-                if now > end:
-                    raise self._late(missing)
+            time.sleep(next(pauses))
+            self._report(waiting, end, self._keys("here", 1) if seen else {0: _SECRET})
         self._do("delete_key", seen)
 
     def _key(self, *parts: object) -> str:
@@ -188,21 +193,30 @@ class TorchStore(rendezvous.Store):
 
     def _read(self, keys: dict[int, str], waiting: rendezvous.Waiting) -> list[bytes]:
         """Return the values of ``keys``. Block until the ranks have set them."""
-        end, every = time.monotonic() + self._timeout, list(keys.values())
-        while missing := self._missing(keys):
-            if (left := end - time.monotonic()) <= 0:
-                raise self._late(missing)
-            waiting.log_missing(missing)
+        end, every, pauses = time.monotonic() + self._timeout, list(keys.values()), _pauses()
+        while not self._do("check", every):
+            left = self._report(waiting, end, keys)
+            if self._is_file:
+                time.sleep(next(pauses))
+                continue
             with suppress(RuntimeError):  # timeout, or an error that the next call raises
                 self._store.wait(every, timedelta(seconds=min(left, rendezvous.NEXT_SECONDS)))
+        if self._store.has_extended_api():  # a FileStore lacks it
+            return [bytes(value) for value in self._do("multi_get", every)]
         return [bytes(self._do("get", key)) for key in every]
 
-    def _missing(self, keys: dict[int, str]) -> list[int]:
-        return [rank for rank, key in keys.items() if not self._do("check", [key])]
-
-    def _late(self, missing: Sequence[int]) -> RendezvousError:
-        who = rendezvous.missing_text(missing, self.size, self._timeout)
-        return self._error(f"{who} in torch's store. Read their output, or raise the timeout")
+    def _report(self, waiting: rendezvous.Waiting, end: float, keys: dict[int, str]) -> float:
+        """Return the seconds until ``end``. Log or raise if ranks have not set ``keys`` in time."""
+        left = end - (now := time.monotonic())
+        if now > min(end, waiting.due):
+            missing = [rank for rank, key in keys.items() if not self._do("check", [key])] or [0]
+            waiting.log_missing(missing)
+            if left <= 0:
+                who = rendezvous.missing_text(missing, self.size, self._timeout)
+                raise self._error(
+                    f"{who} in torch's store. Read their output, or raise the timeout"
+                )
+        return left
 
     def _do(self, name: str, *args: Any) -> Any:
         try:

@@ -28,7 +28,15 @@ from flashlight_py import distributed as fl
 from flashlight_py.distributed import P2POp, ProcessGroup, Work, internal
 from flashlight_py.distributed.internal import verbs as v
 from flashlight_py.errors import DistributedError
-from flashlight_py.torch.tensors import CODES, DeviceError, copy, fill, native_tensor, one_piece, room_for
+from flashlight_py.torch.tensors import (
+    CODES,
+    DeviceError,
+    copy,
+    fill,
+    native_tensor,
+    one_piece,
+    room_for,
+)
 from flashlight_py.torch.work import Ended, Futures, TensorWork, as_torchs, ends_soon, untraced
 
 NAME = "flashlight"  # backend name in torch
@@ -237,15 +245,20 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def _sum_sparse(self, opts: Any, verb: v.Verb, x: torch.Tensor, reduction: Any) -> dist.Work:
         """Gather the indices and values of all ranks, and add values of equal indices."""
-        is_async, name = getattr(opts, "asyncOp", True), _OPS[hash(getattr(opts, "reduceOp", reduction))]
+        is_async, name = (
+            getattr(opts, "asyncOp", True),
+            _OPS[hash(getattr(opts, "reduceOp", reduction))],
+        )
         with internal.reject_together(self.ours, verb):
             if name != "sum":
-                raise ValueError(f"{verb}: expected op SUM of a sparse tensor, got {name}. Pass x.to_dense()")
+                raise ValueError(
+                    f"{verb}: expected op SUM of a sparse tensor, got {name}. Pass x.to_dense()"
+                )
             mine = x.detach().coalesce()
         # Ranks first compare the shapes of x, encoded as the shape of an empty array.
         fl.all_gather(torch.empty((0, *x.shape), dtype=torch.uint8, device="cpu"), group=self.ours)
-        parts = mine.indices().t().contiguous(), mine.values()
-        works = [fl.all_gather(part, group=self.ours, async_op=True) for part in parts]
+        parts: Any = (mine.indices().t().contiguous(), mine.values())
+        works: list[Any] = [fl.all_gather(part, group=self.ours, async_op=True) for part in parts]
 
         def finish() -> None:
             indices, values = (work.wait() for work in works)

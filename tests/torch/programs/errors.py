@@ -213,12 +213,17 @@ def signatures(rank: int, size: int) -> list[str]:
 
     wrong = []
     for name in dir(dist.ProcessGroup):
-        text, method = str(getattr(dist.ProcessGroup, name).__doc__), vars(FlashlightGroup).get(name)
+        text, method = (
+            str(getattr(dist.ProcessGroup, name).__doc__),
+            vars(FlashlightGroup).get(name),
+        )
         for arguments in re.findall(rf"(?m)^(?:\d\. )?{name}\(self: [^,)]*(?:, )?(.*)\) ->", text):
             if name == "__init__" or method is None:
                 continue
             names = list(inspect.signature(method).parameters)[1:]
-            keywords = [key for key in re.findall(r"(?:^|, )(\w+): ", arguments) if "arg" not in key]
+            keywords = [
+                key for key in re.findall(r"(?:^|, )(\w+): ", arguments) if "arg" not in key
+            ]
             given = [key if key in names else _KEYWORDS.get(key, key) for key in keywords]
             if name != "barrier" and given != names[: len(given)]:
                 wrong.append(f"{name}({arguments}): {names}")
