@@ -127,9 +127,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-# Findings of this process -------------------------------------------------------------------------
-
-
 def built() -> Iterator[Finding]:
     """Report on each native extension and each optional package in ``_PACKAGES``."""
     for name, (purpose, consequence) in _native.EXTENSIONS.items():
@@ -311,9 +308,6 @@ def file_system_of(path: Path, mountinfo: str) -> tuple[str, str]:
         if path.is_relative_to(mount) and len(mount) >= len(longest):
             kind, longest = source.split()[0], mount
     return kind, longest
-
-
-# Findings of subprocesses: MPI and trials ---------------------------------------------------------
 
 
 def outcome_of(command: Sequence[str], timeout: float) -> tuple[str, dict[str, Any], str]:

@@ -98,8 +98,6 @@ class Start:
                 listener.close()
 
 
-# Rendezvous ---------------------------------------------------------------------------------------
-
 _listeners: dict[str, socket.socket] = {}  # by key of the attempt: listener for its ranks
 
 
@@ -123,9 +121,6 @@ def stop_listening(key: str) -> None:
     """Close the listener of the attempt ``key``, unless rank 0 has already taken it over."""
     if listener := _listeners.pop(key, None):
         listener.close()
-
-
-# The end of a rank --------------------------------------------------------------------------------
 
 
 class _RunningRank(NamedTuple):

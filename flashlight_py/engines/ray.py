@@ -102,9 +102,6 @@ class RayRanks:
             self._ray.kill(actor)
 
 
-# The cluster --------------------------------------------------------------------------------------
-
-
 @contextmanager
 def ray_cluster(ray: Any) -> Iterator[None]:
     """If Ray is not initialised, join or start a cluster as ``run`` does, and leave it on exit."""
@@ -191,9 +188,6 @@ def listen_on_node(key: str) -> RendezvousAddress:
     import ray
 
     return listen_for_ranks(key, ray.util.get_node_ip_address())
-
-
-# Ray Train ----------------------------------------------------------------------------------------
 
 
 def config(params: Mapping[str, Any] | None = None) -> Any:

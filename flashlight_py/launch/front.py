@@ -89,9 +89,6 @@ def _run_copy(front: int, work: Callable[[], int]) -> None:
             os._exit(code)
 
 
-# Kernel services: signals at the end of a parent, adoption of orphans -----------------------------
-
-
 def signal_if_parent_ends(parent: int, number: int = SIGKILL) -> None:
     """Make the kernel send signal ``number`` to this process if its parent ends.
 

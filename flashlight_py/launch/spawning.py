@@ -227,9 +227,6 @@ class SpawnedWorld:
         link.close()
 
 
-# Workers ------------------------------------------------------------------------------------------
-
-
 # The kernel kills a child when the thread that started it ends: see PR_SET_PDEATHSIG in prctl(2).
 def _start_in_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
     """Call ``start`` in a thread that waits for the end of the process; return the process."""

@@ -486,7 +486,6 @@ def _arrays(values: Sequence[Any]) -> list[Any]:
     return [data for data in map(data_of, values) if is_cupy(data)]
 
 
-# Matrix products -----------------------------------------------------------------------------
 # CuPy's own products fail while a CUDA graph is captured. These functions call cuBLAS with the
 # operands, types and algorithm that CuPy uses, so a captured product has the bits of an eager one.
 

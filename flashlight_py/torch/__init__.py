@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import warnings
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+
+from flashlight_py.torch.tracing import run_untraced
 
 __all__ = ["create_group", "monitored_barrier", "register"]
 
@@ -27,19 +30,10 @@ def register() -> None:
         if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
             dist.register_rendezvous_handler(NAME, _rendezvous)
-            run_untraced(_create.__code__)
+            run_untraced(_create)
     except Exception as error:  # noqa: BLE001 (future versions of torch)
         why = f"{type(error).__name__}: {error}"
         warnings.warn(f"torch does not take the backend {NAME!r}: {why}", RuntimeWarning)
-
-
-def run_untraced(code: Any) -> None:
-    """Make torch.compile run ``code``, and functions that it calls, without tracing them."""
-    from torch._C._dynamo import eval_frame
-
-    if hasattr(eval_frame, "set_code_exec_strategy"):  # torch 2.6 lacks it
-        skip = eval_frame._FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
 
 
 def _create(options: Any, params: Any) -> Any:
@@ -68,7 +62,9 @@ def create_group(store: Any, rank: int, size: int, timeout: timedelta | float = 
     """
     from flashlight_py.torch import joining
 
-    return joining.standalone_group(store, rank, size, timeout)
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    options = SimpleNamespace(store=store, group_rank=rank, group_size=size, timeout=limit)
+    return joining.independent_group(options)
 
 
 def monitored_barrier(

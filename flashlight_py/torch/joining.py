@@ -45,7 +45,7 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
     """
     rank, size = options.group_rank, options.group_size
     if options.global_ranks_in_group is None:
-        return create_group(options.store, rank, size, options.timeout)
+        return independent_group(options)
     usual = min(options.timeout.total_seconds(), internal.MOST_SECONDS)
     options_of_user = dict(params) if isinstance(params, Mapping) else {}
     settings = internal.Settings.from_params({"TIMEOUT": usual, **options_of_user})
@@ -82,19 +82,13 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
     return FlashlightGroup(group, store, settings.timeout, end, join_process_group)
 
 
-def standalone_group(
-    store: Any, rank: int, size: int, timeout: timedelta | float
-) -> FlashlightGroup:
+def independent_group(options: Any, _: Any = None) -> FlashlightGroup:
     """Return a process group that is independent of torch's default group."""
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    settings = internal.Settings.from_params({"TIMEOUT": min(seconds, internal.MOST_SECONDS)})
-    meeting = functools.partial(TorchStore, store, rank, size, settings.joining_seconds)
-    group = initialize.create_world(meeting, settings).group
-
-    def join(part: Any, _: Any) -> FlashlightGroup:
-        return standalone_group(part.store, part.group_rank, part.group_size, part.timeout)
-
-    return FlashlightGroup(group, store, settings.timeout, group.close, join)
+    seconds = min(options.timeout.total_seconds(), internal.MOST_SECONDS)
+    settings = internal.Settings.from_params({"TIMEOUT": seconds})
+    arguments = options.store, options.group_rank, options.group_size, settings.joining_seconds
+    group = initialize.create_world(functools.partial(TorchStore, *arguments), settings).group
+    return FlashlightGroup(group, options.store, settings.timeout, group.close, independent_group)
 
 
 def world_rendezvous() -> Iterator[tuple[Any, int, int]]:

@@ -37,7 +37,8 @@ from flashlight_py.torch.tensors import (
     one_piece,
     room_for,
 )
-from flashlight_py.torch.work import Ended, Futures, TensorWork, as_torchs, ends_soon, untraced
+from flashlight_py.torch.tracing import untraced
+from flashlight_py.torch.work import Ended, Futures, TensorWork, as_torchs, ends_soon
 
 NAME = "flashlight"  # backend name in torch
 _T = dist.ReduceOp.RedOpType
@@ -61,6 +62,7 @@ _WAIT_AT_ONCE = {inspect.unwrap(function).__code__ for function in (dist.send, d
 _BACKWARD = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 _BLOCKING = SimpleNamespace(asyncOp=False)
 _NO_EVENT = nullcontext()
+_META = torch.device("meta")  # of tensors without data
 Tensors = Sequence[torch.Tensor]
 
 # Method names before torch 2.12, which newer versions also have.
@@ -94,9 +96,9 @@ def _in_torchs_terms(method: Method, name: str) -> Method:
 
     @functools.wraps(method)
     def called(self: FlashlightGroup, *args: Any, **options: Any) -> Any:
-        given = {key if key in names else _KEYWORDS.get(key, key): options[key] for key in options}
+        renamed = {key if key in names else _KEYWORDS.get(key, key): options[key] for key in options}
         try:
-            return method(self, *args, **given)
+            return method(self, *args, **renamed)
         except DistributedError as error:
             raise as_torchs(error) from None
         except DeviceError as error:
@@ -121,14 +123,12 @@ def _of_torch(cls: type[Any]) -> type[Any]:
 
 def _only(tensors: Any) -> torch.Tensor:
     """Return the only tensor in ``tensors``. torch's functions pass a list of one tensor."""
-    if isinstance(tensors, torch.Tensor):
-        return tensors
-    if len(tensors) != 1:
+    parts: Tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    if len(parts) != 1:
         raise ValueError(
-            f"{NAME}: expected one tensor of each rank, got {len(tensors)}. Pass one tensor a call"
+            f"{NAME}: expected one tensor of each rank, got {len(parts)}. Pass one tensor per call"
         )
-    only: torch.Tensor = tensors[0]
-    return only
+    return parts[0]
 
 
 def _list(tensors: Any) -> list[torch.Tensor]:
@@ -208,8 +208,6 @@ class FlashlightGroup(dist.ProcessGroup):
         self._others: dict[str, Any] = {}  # backends by device type
         self._name = self._description = ""
 
-    # One tensor ---------------------------------------------------------------------------------
-
     def allreduce(self, tensors: Any = None, opts: Any = None, *timeout: Any, **named: Any) -> Any:
         """Reduce with few steps in Python if possible, which takes half the time of ``_do``."""
         if named or profiler._is_profiler_enabled:
@@ -245,19 +243,17 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def _sum_sparse(self, opts: Any, verb: v.Verb, x: torch.Tensor, reduction: Any) -> dist.Work:
         """Gather the indices and values of all ranks, and add values of equal indices."""
-        is_async, name = (
-            getattr(opts, "asyncOp", True),
-            _OPS[hash(getattr(opts, "reduceOp", reduction))],
-        )
+        is_async = getattr(opts, "asyncOp", True)
+        op, _ = _reduction(getattr(opts, "reduceOp", reduction), x.dtype)
         with internal.reject_together(self.ours, verb):
-            if name != "sum":
+            if op != "sum":
                 raise ValueError(
-                    f"{verb}: expected op SUM of a sparse tensor, got {name}. Pass x.to_dense()"
+                    f"{verb}: expected op SUM of a sparse tensor, got {op}. Pass x.to_dense()"
                 )
-            mine = x.detach().coalesce()
+            summands = x.detach().coalesce()
         # Ranks first compare the shapes of x, encoded as the shape of an empty array.
         fl.all_gather(torch.empty((0, *x.shape), dtype=torch.uint8, device="cpu"), group=self.ours)
-        parts: Any = (mine.indices().t().contiguous(), mine.values())
+        parts: Any = (summands.indices().t().contiguous(), summands.values())
         works: list[Any] = [fl.all_gather(part, group=self.ours, async_op=True) for part in parts]
 
         def finish() -> None:
@@ -338,8 +334,6 @@ class FlashlightGroup(dist.ProcessGroup):
         x = _only(tensors)
         return self._do(opts, verb, x, shapes=((x.numel(),), None), peer=peer, tag=tag)
 
-    # Lists of tensors -----------------------------------------------------------------------------
-
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         return self._gather(v.ALL_GATHER, outputs, inputs, opts, 0)
 
@@ -412,8 +406,6 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self._do_each(self.reduce_scatter_single, outputs, inputs, opts)
-
-    # Common implementation ------------------------------------------------------------------------
 
     def _do(
         self, opts: Any, verb: v.Verb, x: torch.Tensor | None, out: torch.Tensor | None = None,
@@ -527,7 +519,7 @@ class FlashlightGroup(dist.ProcessGroup):
         """Raise DeviceError if a tensor has no data, or if another backend sends it."""
         for x in tensors:
             if x is not None and (x.is_meta or isinstance(x, FakeTensor)):
-                raise DeviceError(torch.device("meta"))
+                raise DeviceError(_META)
             if x is not None and self._backend_of(x.device) is not None:
                 raise DeviceError(x.device)
 
@@ -595,9 +587,7 @@ class FlashlightGroup(dist.ProcessGroup):
         options.global_ranks_in_group = [self.ours.ranks[rank] for rank in ranks]
         options.store = dist.PrefixStore(f"{group_name}/", self._store)
         options.timeout = timeout or self._limit
-        child: FlashlightGroup = self._join(options, None)
-        child._name, child._description = group_name, group_desc or ""
-        return child
+        return self._child(options, group_name, group_desc)
 
     def merge_remote_group(
         self, store: Any, size: int, timeout: timedelta | None = None, group_name: str = "",
@@ -610,9 +600,12 @@ class FlashlightGroup(dist.ProcessGroup):
         options = SimpleNamespace(store=store, group_rank=store.add("mergeGroupRank", 1) - 1)
         options.group_size, options.timeout = size, timeout or self._limit
         options.global_ranks_in_group = None  # the ranks may be in several worlds
-        merged: FlashlightGroup = self._join(options, None)
-        merged._name, merged._description = group_name or "", group_desc or ""
-        return merged
+        return self._child(options, group_name, group_desc)
+
+    def _child(self, options: Any, *texts: str | None) -> FlashlightGroup:
+        child: FlashlightGroup = self._join(options, None)
+        child._name, child._description = (text or "" for text in texts)
+        return child
 
     @property
     def _device_types(self) -> list[torch.device]:

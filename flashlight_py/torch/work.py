@@ -19,7 +19,7 @@ import torch.distributed as dist
 from flashlight_py.distributed import Work
 from flashlight_py.distributed.internal import Then, initialize
 from flashlight_py.errors import DistributedError
-from flashlight_py.torch import run_untraced
+from flashlight_py.torch.tracing import untraced
 
 # Seconds that the thread of Futures waits for one operation before it checks the others.
 _LOOK_SECONDS = 0.005
@@ -40,14 +40,6 @@ def as_torchs(error: DistributedError) -> Exception:
     converted: Exception = _types[kind](*error.args)
     converted.__dict__.update(error.__dict__)
     return converted.with_traceback(error.__traceback__)
-
-
-def untraced(cls: type[Any]) -> type[Any]:
-    """Make torch.compile run the functions of ``cls`` untraced. torch 2.13 fails to trace them."""
-    for member in vars(cls).values():
-        if code := getattr(getattr(member, "fget", member), "__code__", None):
-            run_untraced(code)
-    return cls
 
 
 def ends_soon(work: Work, tensors: Sequence[torch.Tensor]) -> bool:

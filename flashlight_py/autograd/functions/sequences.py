@@ -351,8 +351,6 @@ class _Attention:
         pairs = zip(back(made, self.sizes, self.numbers, *inputs), self.across, strict=True)
         return tuple(part.transpose(0, 2, 1, 3) if across else part for part, across in pairs)
 
-    # Array operations, one sample at a time -------------------------------------------------------
-
     def _weights(self, sample: int) -> tuple[Array, Array | float]:
         """Return weights [heads, queries, keys] of ``sample``, and their dropout factors."""
         q, k = self.arrays[0][sample], self.arrays[1][sample]

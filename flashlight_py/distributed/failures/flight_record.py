@@ -202,9 +202,6 @@ def stands_at() -> str:
     return ""
 
 
-# When the record is written -----------------------------------------------------------------------
-
-
 ANSWER = "another rank has written its own"
 """Reason of a record that a rank writes because another rank wrote one. No rank answers it."""
 

@@ -203,9 +203,6 @@ def derived_port(run: int, part: int = 0) -> int:
     return 12_000 + (run * 31 + part) % 20_000
 
 
-# Slurm --------------------------------------------------------------------------------------------
-
-
 def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     step = _integer(environ, "SLURM_STEP_ID")
     if step is None or not 0 <= step < _FIRST_SPECIAL_STEP or "SLURM_PROCID" not in environ:
@@ -262,9 +259,6 @@ def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
             f"{rank_name}={rank} and {size_name}={size} contradict each other: "
             f"expected a size of at least 1 and a rank in [0, size)"
         )
-
-
-# A world of one process: errors and warnings -----------------------------------------------------
 
 
 class _Scheduler(NamedTuple):

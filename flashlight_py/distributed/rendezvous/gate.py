@@ -208,8 +208,6 @@ class Gate(abc.ABC):
             self.selector.unregister(connection.wire)
         connection.wire.close()
 
-    # Ranks that join ------------------------------------------------------------------------------
-
     def _greet(self, candidate: wire.Connection) -> None:
         """Handle a message of ``candidate``. Raises WireError if it is no valid greeting."""
         kind, body = candidate.inbox.popleft()
@@ -261,8 +259,6 @@ class Gate(abc.ABC):
         if not culprit.is_rejected:
             self._reject(culprit, wire.Kind.FAILURE, reason)
         return self._failure(reason, joining=True)
-
-    # The position of this rank --------------------------------------------------------------------
 
     def _join(self) -> None:
         """Find this rank's position; retry until the deadline.

@@ -95,9 +95,6 @@ class Secret:
         return self.common or (self.of_user if is_own(other[0], other[2:]) else b"")
 
 
-# The file of the user -------------------------------------------------------------------------
-
-
 def private_folder(environ: Mapping[str, str]) -> Path:
     """Return a private folder of this user; created in the temporary folder if needed.
 

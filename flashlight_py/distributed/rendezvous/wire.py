@@ -309,9 +309,6 @@ def _hex_address(address: tuple[Any, ...]) -> str:
     return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
 
 
-# Connecting to rank 0 ----------------------------------------------------------------------------
-
-
 class Offer(NamedTuple):
     """Addresses at which a rank 0 may listen, and the secret by which it is recognised."""
 

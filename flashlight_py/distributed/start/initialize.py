@@ -217,9 +217,6 @@ def _close(group: ProcessGroup) -> None:
     membership.close_all()
 
 
-# Steps that create a world --------------------------------------------------------------------
-
-
 @dataclass
 class NewWorld:
     """A world under construction. A step of ``STEPS`` needs the fields that earlier steps set."""

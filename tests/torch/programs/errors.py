@@ -26,10 +26,6 @@ def _of(count: int, length: int = 2, dtype: torch.dtype = torch.float32) -> list
     return [torch.zeros(length, dtype=dtype) for _ in range(count)]
 
 
-def _on(device: str) -> torch.Tensor:
-    return torch.zeros(2, device=device)
-
-
 def wrong_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
     """Calls that do not go together, as rank 0 makes them and as the others do."""
     first = rank == 0
@@ -39,8 +35,6 @@ def wrong_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
         "operation": lambda: dist.all_reduce(ONES(3), MAX if first else SUM),
         "dtype": lambda: dist.all_reduce(ONES(3, dtype=kind)),
         "sparse": lambda: dist.all_reduce(ONES(3).to_sparse() if first else ONES(3)),
-        "device": lambda: dist.all_reduce(_on("meta" if first else "cpu")),
-        "device of all": lambda: dist.all_reduce(_on("meta")),
         "verb": lambda: dist.all_reduce(ONES(3)) if first else dist.broadcast(ONES(3), 0),
         "root": lambda: dist.broadcast(ONES(3), rank % 2),
         "no such rank": lambda: dist.broadcast(ONES(3), size + 1),
@@ -54,9 +48,6 @@ def wrong_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
         "list of others": lambda: dist.all_gather(_of(size, 2 + first), ONES(2)),
         "list for one": lambda: dist.all_gather(
             [torch.zeros(2 if peer == rank or not first else 3) for peer in range(size)], ONES(2)
-        ),
-        "list elsewhere": lambda: dist.all_gather(
-            [_on("meta" if first else "cpu") for _ in range(size)], ONES(2)
         ),
         "sparse to a list": lambda: dist.all_gather(
             _of(size), ONES(2).to_sparse() if first else ONES(2)
@@ -224,8 +215,8 @@ def signatures(rank: int, size: int) -> list[str]:
             keywords = [
                 key for key in re.findall(r"(?:^|, )(\w+): ", arguments) if "arg" not in key
             ]
-            given = [key if key in names else _KEYWORDS.get(key, key) for key in keywords]
-            if name != "barrier" and given != names[: len(given)]:
+            translated = [key if key in names else _KEYWORDS.get(key, key) for key in keywords]
+            if name != "barrier" and translated != names[: len(translated)]:
                 wrong.append(f"{name}({arguments}): {names}")
     return wrong
 
