@@ -96,7 +96,7 @@ def _in_torchs_terms(method: Method, name: str) -> Method:
 
     @functools.wraps(method)
     def called(self: FlashlightGroup, *args: Any, **options: Any) -> Any:
-        renamed = {key if key in names else _KEYWORDS.get(key, key): options[key] for key in options}
+        renamed = {k if k in names else _KEYWORDS.get(k, k): options[k] for k in options}
         try:
             return method(self, *args, **renamed)
         except DistributedError as error:
