@@ -28,13 +28,10 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 class Peer:
     """A library that is measured next to this package.
 
-    ``prefix`` and ``environment`` name its folder. If the distributions ``needs``
-    are
-    installed in the present environment, it can be used as well. ``packages`` are Debian packages
-    that are unpacked inside
-    the environment and not installed. ``libraries`` are patterns of folders in the environment with
-    shared
-    libraries for the peer's extension.
+    ``prefix`` and ``environment`` name its folder. If the distributions ``needs`` are installed in
+    the present environment, it can be used as well. ``packages`` are Debian packages that are
+    unpacked inside the environment and not installed. ``libraries`` are patterns of folders in the
+    environment with shared libraries for the peer's extension.
     """
 
     title: str
