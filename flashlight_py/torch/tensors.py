@@ -110,5 +110,5 @@ def copy(joined: torch.Tensor, tensors: Sequence[torch.Tensor], back: bool) -> N
 
 def fill(tensor: torch.Tensor, result: torch.Tensor) -> None:
     """Copy ``result`` to ``tensor`` of the same shape, which ``x.expand(4)`` may have made."""
-    first = [slice(1) if stride == 0 else slice(None) for stride in tensor.stride()]
+    first = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())
     tensor.detach()[first].copy_(result[first])

@@ -20,6 +20,7 @@ X, W = np.random.default_rng(0).random((2, 3, 4)) + 0.5
 
 @fl.autograd.function
 def softplus(x: Any) -> Any:
+    """Return log(1 + exp(x))."""
     e = array_module(x).exp(x)
     return array_module(x).log1p(e), lambda grad: grad * e / (1 + e)
 

@@ -135,7 +135,7 @@ def test_mpi_store_does_not_use_the_loopback_between_hosts() -> None:
     script = """
 from flashlight_py.distributed.rendezvous import stores
 store.close()
-stores.host_identity = lambda: str(store.rank)
+stores.store.host_identity = lambda: str(store.rank)
 store = MpiStore(20.0)
 ends = [here for here, _ in store.ends.values()] if store.exchange(b"") else []
 say("127.0.0.1" in str(ends))

@@ -491,9 +491,9 @@ class HierarchicalBackend(Backend):
                 raise
             # A connection between hosts may close before it delivers the reason of a loss. A rank
             # of this host may have received the reason. A lost host closes the flat group.
-            part = self._flat if was_closed else self._inside
-            may_know = was_closed or isinstance(error, errors.PeerLostError)
-            loss = part.lost(doing) if may_know else None
+            loss = None
+            if was_closed or isinstance(error, errors.PeerLostError):
+                loss = (self._flat if was_closed else self._inside).lost(doing)
             cause = loss if isinstance(loss, errors.PeerLostError) else error
             self.end(cause)
             if cause is error:
