@@ -102,7 +102,7 @@ def _in_torchs_terms(method: Method, name: str) -> Method:
         except DistributedError as error:
             raise as_torchs(error) from None
         except DeviceError as error:
-            if error.device.type == "meta":
+            if error.device is _META:
                 return self._done
             if (other := self._backend_of(error.device)) is None:
                 raise
@@ -210,7 +210,7 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any = None, opts: Any = None, *timeout: Any, **named: Any) -> Any:
         """Reduce with few steps in Python if possible, which takes half the time of ``_do``."""
-        if named or profiler._is_profiler_enabled:
+        if named:
             return self._allreduce(**{"tensors": tensors, "opts": opts, **named})
         is_plain = type(opts) is _OPTIONS and len(tensors) == 1 and self._coalesced is None
         x = native_tensor(tensors[0]) if is_plain else None
@@ -218,7 +218,8 @@ class FlashlightGroup(dist.ProcessGroup):
             return self._allreduce(tensors, opts)
         is_async, (op, scale) = opts.asyncOp, _reduction(opts.reduceOp, x[3].dtype)
         try:
-            work = self.ours.fast.collective(_ALL_REDUCE, x, None, op, scale, 0, 0, is_async)
+            with _event(v.ALL_REDUCE, x[3]):
+                work = self.ours.fast.collective(_ALL_REDUCE, x, None, op, scale, 0, 0, is_async)
             if work is NotImplemented:
                 return self._allreduce(tensors, opts)
             if not is_async:
@@ -244,24 +245,25 @@ class FlashlightGroup(dist.ProcessGroup):
     def _sum_sparse(self, opts: Any, verb: v.Verb, x: torch.Tensor, reduction: Any) -> dist.Work:
         """Gather the indices and values of all ranks, and add values of equal indices."""
         is_async = getattr(opts, "asyncOp", True)
-        op, _ = _reduction(getattr(opts, "reduceOp", reduction), x.dtype)
+        op, scale = _reduction(getattr(opts, "reduceOp", reduction), x.dtype)
         with internal.reject_together(self.ours, verb):
-            if op != "sum":
+            if (op, scale) != ("sum", 1.0):
                 raise ValueError(
-                    f"{verb}: expected op SUM of a sparse tensor, got {op}. Pass x.to_dense()"
+                    f"{verb}: expected op SUM of a sparse tensor, got {op} with factor {scale:g}. "
+                    "Pass x.to_dense()"
                 )
             summands = x.detach().coalesce()
         # Ranks first compare the shapes of x, encoded as the shape of an empty array.
-        fl.all_gather(torch.empty((0, *x.shape), dtype=torch.uint8, device="cpu"), group=self.ours)
-        parts: Any = (summands.indices().t().contiguous(), summands.values())
-        works: list[Any] = [fl.all_gather(part, group=self.ours, async_op=True) for part in parts]
+        shape = torch.empty((0, *x.shape), dtype=torch.uint8, device="cpu")
+        parts: Any = (shape, summands.indices().t().contiguous(), summands.values())
+        works: Any = [fl.all_gather(x, group=self.ours, async_op=is_async) for x in parts]
 
         def finish() -> None:
-            indices, values = (work.wait() for work in works)
+            _, indices, values = (work.wait() for work in works) if is_async else works
             with torch.no_grad():
                 x.copy_(torch.sparse_coo_tensor(indices.t(), values, x.shape).coalesce())
 
-        work = _then(internal.AllOf(works), is_async, finish)
+        work = _then(is_async and internal.AllOf(works), is_async, finish)
         return TensorWork(work, [x], self._futures) if is_async else self._done
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
@@ -516,11 +518,12 @@ class FlashlightGroup(dist.ProcessGroup):
             return room_for(alike, tensors)
 
     def _require_device(self, *tensors: torch.Tensor | None) -> None:
-        """Raise DeviceError if a tensor has no data, or if another backend sends it."""
-        for x in tensors:
-            if x is not None and (x.is_meta or isinstance(x, FakeTensor)):
-                raise DeviceError(_META)
-            if x is not None and self._backend_of(x.device) is not None:
+        """Raise DeviceError if no tensor has data, or if another backend sends one of them."""
+        present = [x for x in tensors if x is not None]
+        if present and all(x.is_meta or isinstance(x, FakeTensor) for x in present):
+            raise DeviceError(_META)
+        for x in present:
+            if self._backend_of(x.device) is not None:
                 raise DeviceError(x.device)
 
     def _start_coalescing(self, device_type: torch.device) -> None:
@@ -546,8 +549,6 @@ class FlashlightGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         fl.barrier(seconds, group=self.ours)
-
-    # Properties for torch -------------------------------------------------------------------------
 
     def _get_backend(self, device: torch.device) -> Any:
         return self if device.type == "cpu" else self._backend_of(device)

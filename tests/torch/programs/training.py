@@ -383,7 +383,8 @@ def beside_gloo(rank: int, size: int, places: list[str], names: list[str]) -> di
     wrong: dict[str, str] = {}
     # torch 2.6 has no FSDP2, no reduce_scatter of gloo, and no choice of code that is not traced.
     if torch.__version__.startswith("2.6"):
-        cannot = "fsdp fsdp_bfloat16 hybrid checkpoint differentiated in_place compiled".split()
+        cannot = ["fsdp", "fsdp_bfloat16", "hybrid", "checkpoint", "differentiated", "in_place"]
+        cannot += ["compiled", "odd_tensors"]
         names = [name for name in names if name not in cannot]
     results: list[dict[str, Result]] = []
     for backend, path in zip(("flashlight", "gloo"), places, strict=True):
