@@ -35,6 +35,9 @@ def wrong_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
         "operation": lambda: dist.all_reduce(ONES(3), MAX if first else SUM),
         "dtype": lambda: dist.all_reduce(ONES(3, dtype=kind)),
         "sparse": lambda: dist.all_reduce(ONES(3).to_sparse() if first else ONES(3)),
+        "sparse with a factor": lambda: dist.all_reduce(
+            ONES(3).to_sparse(), dist._make_nccl_premul_sum(2.0)
+        ),
         "verb": lambda: dist.all_reduce(ONES(3)) if first else dist.broadcast(ONES(3), 0),
         "root": lambda: dist.broadcast(ONES(3), rank % 2),
         "no such rank": lambda: dist.broadcast(ONES(3), size + 1),
@@ -53,6 +56,9 @@ def wrong_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
             _of(size), ONES(2).to_sparse() if first else ONES(2)
         ),
         "list of the root": lambda: dist.gather(ONES(2), _of(size - 1) if first else None),
+        "list without data": lambda: dist.all_gather(
+            [torch.empty(2, device="meta" if first else "cpu") for _ in range(size)], ONES(2)
+        ),
         "shape to the root": lambda: dist.gather(ONES(2 + rank), _of(size) if first else None),
         "list to scatter": lambda: dist.scatter(ONES(2), _of(size - 1) if first else None),
         "shape to scatter": lambda: dist.scatter(ONES(2 + rank), _of(size) if first else None),

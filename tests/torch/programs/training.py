@@ -207,7 +207,11 @@ def sparse(rank: int) -> Result:
         indices = [[rank, 5, rank]] if rank != number else torch.empty(1, 0, dtype=torch.int64)
         values = torch.ones(0 if rank == number else 3, 2) * (rank + 1)
         x = torch.sparse_coo_tensor(indices, values, (8, 2))
+        if is_async and rank == 1:
+            dist.recv(torch.empty(1), 0)  # rank 0 sends after the start of its sum
         work = dist.all_reduce(x, async_op=is_async)
+        if is_async and rank == 0:
+            dist.send(torch.empty(1), 1)
         if work is not None:
             work.wait()
         results[f"sum {is_async}"] = x.to_dense()
