@@ -1,7 +1,9 @@
 """Ranks that can import torch, for the tests of this folder."""
 
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,20 @@ def interpreter() -> str:
     if isinstance(python, str):
         pytest.skip(f"needs torch: {python}")
     return str(python)
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """Return a folder with installation metadata for this checkout."""
+    pattern = r'\[project\.entry-points\."(torch.*)"\].*\n((?:.+\n)+)'
+    sections = re.findall(pattern, (ROOT / "pyproject.toml").read_text())
+    assert len(sections) == 2
+    folder = tmp_path / "flashlight_py-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: flashlight-py\nVersion: 0\n")
+    text = "".join(f"[{name}]\n{lines}" for name, lines in sections)
+    (folder / "entry_points.txt").write_text(text.replace('"', ""))
+    return tmp_path
 
 
 class RanksFailedError(AssertionError):

@@ -52,12 +52,13 @@ def test_page_states_the_installed_versions() -> None:
     ],
 )
 def test_results_of_client_have_the_bits_of_gloo(
-    python: Path, launcher: tuple[str, ...], client: str, tmp_path: Path
+    python: Path, launcher: tuple[str, ...], client: str, installed: Path, tmp_path: Path
 ) -> None:
+    environ = {**os.environ, **ENVIRON, "PYTHONPATH": f"{ROOT}{os.pathsep}{installed}"}
     for backend in ("gloo", "flashlight"):
         (folder := tmp_path / backend).mkdir()
         command = python, *launcher, *PROGRAM, client, backend, folder
-        run(command, code=0, timeout=140, cwd=folder, env={**os.environ, **ENVIRON})
+        run(command, code=0, timeout=140, cwd=folder, env=environ)
     for rank in range(2):
         gloo, ours = (np.load(tmp_path / name / f"{rank}.npz") for name in ("gloo", "flashlight"))
         assert gloo.files == ours.files

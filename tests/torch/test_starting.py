@@ -1,7 +1,6 @@
 """Registration of the backend in torch, and launchers of torch programs."""
 
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,20 +52,6 @@ def started(
     program = folder / "program.py"
     program.write_text(text)
     return ran("-m", module, *options, program, *args, folder=folder, **env)
-
-
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
-    """Return a folder with installation metadata for this checkout."""
-    pattern = r'\[project\.entry-points\."(torch.*)"\].*\n((?:.+\n)+)'
-    sections = re.findall(pattern, (ROOT / "pyproject.toml").read_text())
-    assert len(sections) == 2
-    folder = tmp_path / "flashlight_py-0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: flashlight-py\nVersion: 0\n")
-    text = "".join(f"[{name}]\n{lines}" for name, lines in sections)
-    (folder / "entry_points.txt").write_text(text.replace('"', ""))
-    return tmp_path
 
 
 def test_torch_loads_the_backend_lazily(installed: Path) -> None:
