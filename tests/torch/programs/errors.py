@@ -83,6 +83,8 @@ def mismatches(rank: int, size: int) -> dict[str, str]:
     begin()
     results = {}
     for name, call in wrong_calls(rank, size).items():
+        if name == "sparse" and torch.__version__.startswith("2.6"):
+            continue  # every call is asynchronous there, so later calls have begun before the error
         try:
             call()
         except (dist.DistBackendError, ValueError, TypeError) as error:
