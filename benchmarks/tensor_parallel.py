@@ -63,14 +63,8 @@ def measure(
     with conductor, tempfile.TemporaryDirectory(prefix="flashlight-bench-") as folder:
         for width in options.widths:
             model = f"{folder}/{width}"
-            write = [
-                str(python),
-                "-m",
-                f"harness.roles.{ROLE}",
-                model,
-                str(width),
-                str(LAYERS[width]),
-            ]
+            command = python, "-m", f"harness.roles.{ROLE}", model, width, LAYERS[width]
+            write = list(map(str, command))
             subprocess.run(write, cwd=BENCHMARKS, check=True, capture_output=True)
             for phase, batch in itertools.product(options.phases, options.batches):
                 tokens = batch * (PROMPT if phase == "prefill" else 1)

@@ -360,7 +360,7 @@ def param(array: Array) -> Variable:
 
 
 def shards_of(variables: Iterable[Variable]) -> list[Any]:
-    """Return the ``Shards`` of the sharded modules to which ``variables`` belong, each once."""
+    """Return the distinct ``Shards`` objects of the sharded modules that own ``variables``."""
     return list(dict.fromkeys(v.placement.shards for v in variables if v.placement is not None))
 
 

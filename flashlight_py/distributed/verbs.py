@@ -44,7 +44,7 @@ class Verb:
 
     @cached_property
     def uneven(self) -> int:
-        """Number of the verb for calls with ``rows``. 0: there is none."""
+        """Number of the verb for calls with ``rows``, or 0 if ``rows`` is not supported."""
         return getattr(codes, f"{self.name}_UNEVEN".upper(), 0)
 
     @property

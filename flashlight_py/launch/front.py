@@ -100,7 +100,7 @@ def signal_if_parent_ends(parent: int, number: int = SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
+    """Make this process the new parent of descendants if their parents end."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

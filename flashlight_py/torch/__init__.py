@@ -58,7 +58,7 @@ def create_group(store: Any, rank: int, size: int, timeout: timedelta | float = 
 
     Raises:
         RendezvousError: If a rank does not call in time, or the store does not answer.
-        ValueError: If ``timeout`` is not positive.
+        ValueError: If ``timeout`` is not positive, or ``rank`` is not in [0, size).
     """
     from flashlight_py.torch import joining
 
@@ -73,8 +73,7 @@ def monitored_barrier(
     """Block until all ranks of ``group`` call it, like ``torch.distributed.monitored_barrier``.
 
     torch's own function works only with gloo. ``timeout`` is a number of seconds or a timedelta
-    (None: the group's timeout). ``wait_all_ranks`` has no effect: the error always names all
-    missing ranks.
+    (None: the group's timeout). ``wait_all_ranks`` has no effect: errors name all missing ranks.
 
     Raises:
         DistBackendError: If a rank does not call in time or is lost. The message names the rank.

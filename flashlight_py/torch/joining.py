@@ -22,8 +22,8 @@ from flashlight_py.interfaces import own_addresses
 from flashlight_py.torch.process_group import FlashlightGroup
 
 OWNER = "torch.distributed"
-# Pauses between polls, in seconds. torch's stores cannot wait for the first of two keys, they print
-# a warning if a wait times out, and a FileStore has no events: its wait polls every 10 ms.
+# Pauses between polls, in seconds. torch's stores cannot wait for the first of two keys, and a
+# FileStore has no events: its own wait polls every 10 ms.
 _LEAST_PAUSE, _MOST_PAUSE = 2e-4, 0.05
 _SECRET = "secret"
 _PAYLOAD, _ABORTED = b"+", b"!"
@@ -124,6 +124,7 @@ class TorchStore(rendezvous.Store):
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        rendezvous.check_member(rank, size, timeout)
         self._store, self._timeout, self._count = store, timeout, 0
         self.rank, self.size = rank, size
         while isinstance(store, dist.PrefixStore):

@@ -440,7 +440,7 @@ class FlashlightGroup(dist.ProcessGroup):
         if is_async and before is not None:
             work = internal.AllOf([before, work])
         result: Any = x if out is None else out
-        if parts or out is not None:
+        if parts or (out is not None and verb is not v.SCATTER):  # like gloo
             increment_version(parts or [result])  # a backward pass must not use the old values
         if parts:
             work = _then(work, is_async, lambda: copy(result, parts, back=True))

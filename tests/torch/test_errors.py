@@ -49,6 +49,18 @@ def test_groups_have_their_own_timeouts(torch_ranks: Any) -> None:
         assert "group" in words  # the group can no longer be used
 
 
+@pytest.mark.parametrize(
+    ("member", "size", "seconds", "name"),
+    [(2, 2, 9, "rank"), (-1, 2, 9, "rank"), (0, 0, 9, "size"), (0, 1, 0, "TIMEOUT")],
+)
+def test_create_group_rejects_arguments_out_of_range(
+    torch_ranks: Any, member: int, size: int, seconds: int, name: str
+) -> None:
+    (error,) = torch_ranks("errors.wrong_member", 1, member, size, seconds)
+    assert name in error
+    assert "got" in error
+
+
 def test_methods_take_torchs_keywords(torch_ranks: Any) -> None:
     assert torch_ranks("errors.signatures", 1) == [[]]
 

@@ -60,10 +60,8 @@ class Llama(Rank):
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         """Return the call, which computes the prompt or one token, and reports some logits."""
-        model, generator = (
-            self._model(task["model"], task["dtype"]),
-            torch.Generator().manual_seed(1),
-        )
+        model = self._model(task["model"], task["dtype"])
+        generator = torch.Generator().manual_seed(1)
         prompt = torch.randint(VOCABULARY, (task["batch"], PROMPT), generator=generator)
 
         def read_prompt() -> Any:

@@ -341,10 +341,10 @@ def _pending_calls(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
 def plan_messages(arrays: Sequence[Array], limit: int) -> list[list[Array]]:
     """Return lists of arrays. The arrays of a list are sent as one message.
 
-    All ranks and ``csrc/fast`` compute equal lists. A NumPy array of more than ``limit`` bytes has
-    a list of its own. Smaller NumPy arrays of one dtype share lists of up to ``64 * limit`` bytes.
-    All CuPy arrays of one dtype share one list. If ``limit`` is negative, each NumPy array has a
-    list of its own, and all CuPy arrays share one.
+    All ranks and ``csrc/fast`` compute equal lists. The list of a NumPy array of more than
+    ``limit`` bytes has one element. Smaller NumPy arrays of one dtype share lists of up to
+    ``64 * limit`` bytes. CuPy arrays of one dtype share one list. If ``limit`` is negative, the
+    list of each NumPy array has one element, and all CuPy arrays share one list.
     """
     messages: list[list[Array]] = []
     latest: dict[tuple[bool, str], tuple[list[Array], int]] = {}

@@ -175,8 +175,8 @@ def _overlap(one: Array, other: Array) -> bool:
     if xp is not array_module(other):
         return False
     if is_cupy(one):
-        # CuPy has no work limit, and compares only the start addresses of elements. So arrays of
-        # different dtypes, whose address ranges overlap here, count as overlapping.
+        # CuPy has no work limit, and compares only the start addresses of elements. So two arrays
+        # of different dtypes count as overlapping if their address ranges overlap.
         return one.dtype != other.dtype or bool(xp.shares_memory(one, other))
     try:
         return bool(xp.shares_memory(one, other, _MOST_WORK))

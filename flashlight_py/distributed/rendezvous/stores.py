@@ -449,7 +449,7 @@ class FileStore(TreeStore):
     # Other ranks ---------------------------------------------------------------------------------
 
     def offers(self) -> list[Offer]:
-        """Return the announced addresses, those with the fewest failures first."""
+        """Return the announced addresses, sorted by their number of failures."""
         offers = self._other_offers(self._directory.names())
         return sorted(offers, key=lambda offer: self._failures[offer.run])
 

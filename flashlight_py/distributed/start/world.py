@@ -143,7 +143,7 @@ def use_local_device() -> str:
 
 
 def distributed_backend(array: Any = None) -> DistributedBackend:
-    """Return the backend for ``array``; None stands for a NumPy array.
+    """Return the backend for ``array``; None means a NumPy array.
 
     Raises:
         BackendUnavailableError: If no backend moves arrays of this kind.

@@ -100,6 +100,17 @@ def mismatches(rank: int, size: int) -> dict[str, str]:
     return results
 
 
+def wrong_member(rank: int, size: int, member: int, count: int, seconds: float) -> str:
+    """Return the error of ``create_group`` for these arguments."""
+    from flashlight_py.torch import create_group
+
+    try:
+        create_group(dist.HashStore(), member, count, seconds)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 class Net(torch.nn.Module):
     """Layers whose gradients DDP reduces one after the other. Between them, it calls ``end``."""
 

@@ -230,6 +230,8 @@ def odd_tensors(rank: int) -> Result:
     dist.all_reduce(x)
     dist.all_gather_into_tensor(y, x)
     dist.reduce_scatter_tensor(x, y)
+    z = torch.ones(4)
+    dist.scatter(z, list(y.chunk(dist.get_world_size())) if rank == 0 else None)
     for make in (FakeTensorMode, lambda: torch.device("meta")):
         with make():
             a, b = torch.ones(4), torch.ones(4 * dist.get_world_size())
@@ -238,7 +240,7 @@ def odd_tensors(rank: int) -> Result:
             dist.all_to_all_single(b, b)
             dist.all_gather(list(b.chunk(dist.get_world_size())), a)
             assert all(work.wait() for work in works)
-    versions = torch.tensor([x._version > 0, y._version > 0])
+    versions = torch.tensor([tensor._version > 0 for tensor in (x, y, z)])
     return {"expanded": torch.stack(one), "versions": versions}
 
 

@@ -199,7 +199,7 @@ class MpiBackend(Backend):
         return MpiGpuBackend(self, self._gpu_aware)
 
     def start(self, call: Call) -> Work:
-        """Start ``call``; see ``Backend``. MPI chooses in which order a sum adds the ranks."""
+        """Start ``call``; see ``Backend``. MPI chooses the order of ranks in a sum."""
         thread = self.callers.check(call.name)
         self.control.count = self.count
         try:

@@ -231,7 +231,7 @@ class NcclForm(NamedTuple):
 
 @functools.cache  # building the name of a dtype takes 2 us
 def form_of(dtype: np.dtype[Any], op: ReduceOp) -> NcclForm:
-    """Return the form in which NCCL reduces elements of ``dtype`` with ``op``.
+    """Return dtype and operation of NCCL for a reduction of ``dtype`` elements with ``op``.
 
     Raises TypeError, which lists alternatives, if NCCL cannot reduce such elements.
     """
