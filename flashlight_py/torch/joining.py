@@ -83,7 +83,7 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
 
 
 def independent_group(options: Any, _: Any = None) -> FlashlightGroup:
-    """Return a process group that is independent of torch's default group."""
+    """Return a process group whose ranks meet in a store; see ``create_group``."""
     seconds = min(options.timeout.total_seconds(), internal.MOST_SECONDS)
     settings = internal.Settings.from_params({"TIMEOUT": seconds})
     arguments = options.store, options.group_rank, options.group_size, settings.joining_seconds
