@@ -28,9 +28,9 @@ def register() -> None:
         import torch.distributed as dist
 
         if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
-            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+            create = run_untraced(_create)
+            dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
             dist.register_rendezvous_handler(NAME, _rendezvous)
-            run_untraced(_create)
     except Exception as error:  # noqa: BLE001 (future versions of torch)
         why = f"{type(error).__name__}: {error}"
         warnings.warn(f"torch does not take the backend {NAME!r}: {why}", RuntimeWarning)

@@ -98,10 +98,8 @@ def world_rendezvous() -> Iterator[tuple[Any, int, int]]:
     world = current_world()
     rank, size = world.group.rank, world.group.size
     store_options = {"world_size": size, "wait_for_workers": False}
-    store: Any = None
-    if rank == 0:
-        address = "127.0.0.1" if world.local_size == size else own_addresses()[0]
-        store = dist.TCPStore(address, 0, is_master=True, **store_options)
+    address = "127.0.0.1" if world.local_size == size else own_addresses()[0]
+    store = dist.TCPStore(address, 0, is_master=True, **store_options) if rank == 0 else None
     host, port = broadcast_object(store and (store.host, store.port))
     store = store or dist.TCPStore(host, port, is_master=False, **store_options)
     world.group.barrier()  # all ranks connect before rank 0, which hosts the store, can exit
