@@ -52,9 +52,9 @@ def _rendezvous(*args: Any, **kwargs: Any) -> Any:
 def create_group(store: Any, rank: int, size: int, timeout: timedelta | float = 300.0) -> Any:
     """Return a new process group of ``size`` ranks that meet in ``store``. Collective, blocking.
 
-    The group needs no default group of torch. ``timeout`` (seconds or a timedelta) limits each
-    operation. ``shutdown()`` ends the group, and so does the end of the default group. Afterwards
-    any number of ranks can create another group in a new ``torch.distributed.PrefixStore``.
+    ``timeout`` (seconds or a timedelta) limits each operation. ``shutdown()`` ends the group. The
+    default group of torch is independent of it, and so are groups of its ``split_group``. After the
+    end, any number of ranks can create another group in a new ``torch.distributed.PrefixStore``.
 
     Raises:
         RendezvousError: If a rank does not call in time, or the store does not answer.

@@ -53,7 +53,9 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
     store, ours = options.store, True
     meeting = functools.partial(TorchStore, store, rank, size, settings.joining_seconds)
     if not ranks and is_distributed_init() and current_world().owner == OWNER:
-        initialize.leave()  # torch 2.6 destroys groups without a call of shutdown()
+        initialize.leave(
+            current_world().group
+        )  # torch 2.6 destroys groups without a call of shutdown()
     if not ranks and is_distributed_init():
         group, ours = current_world().group, False
         if (group.rank, group.size) != (rank, size):
@@ -73,13 +75,7 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
     else:
         group = initialize.create_world(meeting, settings).group
 
-    def end() -> None:
-        if ours and ranks:
-            group.close()
-        elif ours and current_world().group is group:
-            initialize.leave()
-
-    return FlashlightGroup(group, store, settings.timeout, end, join_process_group)
+    return FlashlightGroup(group, store, settings.timeout, join_process_group, ours)
 
 
 def independent_group(options: Any, _: Any = None) -> FlashlightGroup:
@@ -88,7 +84,7 @@ def independent_group(options: Any, _: Any = None) -> FlashlightGroup:
     settings = internal.Settings.from_params({"TIMEOUT": seconds})
     arguments = options.store, options.group_rank, options.group_size, settings.joining_seconds
     group = initialize.create_world(functools.partial(TorchStore, *arguments), settings).group
-    return FlashlightGroup(group, options.store, settings.timeout, group.close, independent_group)
+    return FlashlightGroup(group, options.store, settings.timeout, independent_group)
 
 
 def world_rendezvous() -> Iterator[tuple[Any, int, int]]:

@@ -191,16 +191,16 @@ def _event(verb: v.Verb, x: torch.Tensor | None) -> Any:
 class FlashlightGroup(dist.ProcessGroup):
     """The ranks of ``group`` as a process group of torch.
 
-    ``seconds`` is the timeout. ``end`` ends the group, and ``join`` creates subgroups.
+    ``seconds`` is the timeout. ``join`` creates subgroups. ``shutdown`` ends an owned ``group``.
     """
 
     supports_splitting, supports_coalescing, supports_time_estimate = True, False, False
 
     def __init__(
-        self, group: ProcessGroup, store: Any, seconds: float, end: Callable[[], None], join: Method
+        self, group: ProcessGroup, store: Any, seconds: float, join: Method, is_owned: bool = True
     ) -> None:
         super().__init__(group.rank, group.size)
-        self.ours, self._store, self._end, self._join = group, store, end, join
+        self.ours, self._store, self._join, self._is_owned = group, store, join, is_owned
         self._limit = timedelta(seconds=seconds)
         self._futures = Futures()
         self._done = Ended(internal.Done(), (), self._futures)
@@ -653,7 +653,8 @@ class FlashlightGroup(dist.ProcessGroup):
         """End the group. Not collective."""
         for other in filter(None, self._others.values()):
             other.shutdown()
-        self._end()
+        if self._is_owned:
+            internal.initialize.leave(self.ours)
         self._futures.close()
 
     abort = shutdown

@@ -159,7 +159,8 @@ class _Interrupted:
 
 def test_group_is_closed_later_if_its_closing_was_interrupted() -> None:
     backend, group = _Interrupted(), fl.ProcessGroup(None)
-    membership._watched[weakref.ref(group, backends.dropped.append)] = [backend]
+    reference = weakref.ref(group, backends.dropped.append)
+    membership._watched[reference] = membership.OpenGroup([backend])
     del group
     with pytest.raises(KeyboardInterrupt):
         membership.close_dropped()

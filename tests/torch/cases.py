@@ -153,20 +153,6 @@ class Cases:
         ranks = sum(range(size))
         assert [x[-1].item() for x in xs] == [ranks + size * number for number in range(200)]
 
-    def test_merge_of_groups_that_share_a_store(self) -> None:
-        if not hasattr(dist.ProcessGroup, "merge_remote_group") or dist.get_backend() == "gloo":
-            return  # gloo of torch 2.13 passes with 2 ranks and hangs with 3
-        size = dist.get_world_size()
-        names = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(names)
-        store = dist.PrefixStore("merged", dist.FileStore(f"{names[0]}/store", size))
-        world: Any = dist.group.WORLD
-        merged = world.merge_remote_group(store, size, timedelta(seconds=60))
-        x = torch.zeros(size)
-        x[merged.rank()] = 1.0
-        merged.allreduce([x]).wait()
-        assert (merged.size(), x.tolist()) == (size, [1.0] * size)
-
     def test_ddp_with_recomputed_activations(self) -> None:
         size, model = dist.get_world_size(), _model()
         xs = [torch.full((3, 4), rank + 1.0) for rank in range(size)]

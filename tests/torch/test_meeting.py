@@ -33,18 +33,20 @@ def test_init_raises_value_error_for_another_rank_or_size(torch_ranks: Any, tmp_
     assert ["Pass the same to both" in word for word in words] == [True, True]
 
 
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_groups_of_a_store_outlive_the_world(
+    torch_ranks: Any, tmp_path: Path, is_ours: bool
+) -> None:
+    words = torch_ranks("meeting.after_the_default_group", 3, f"{tmp_path}/f", is_ours)
+    assert ["lost rank 0" in word for word in words] == [True] * 3
+
+
 @slow
 def test_fifty_worlds_leak_nothing(torch_ranks: Any, tmp_path: Path) -> None:
     path = f"{tmp_path}/f"
     for held in torch_ranks("meeting.again_and_again", 3, path, 50, seconds=300):
         for first, last in held.values():
             assert last <= first + 2
-
-
-def test_ranks_may_exit_without_destroy(torch_ranks: Any) -> None:
-    outcomes = torch_ranks.outcomes("meeting.just_ends", 3)
-    for outcome in outcomes:
-        assert (outcome["returned"], outcome["exitcode"], outcome["output"]) == (3.0, 0, "")
 
 
 FAST = [

@@ -209,10 +209,9 @@ if "destroyed" in sys.argv:
 @pytest.mark.parametrize(
     ("operation", "end"),
     [
-        ("gaps", "destroyed"),
+        *(("gaps", "destroyed"), ("receive", "left")),
         pytest.param("whole", "left", marks=slow),
         pytest.param("list", "destroyed", marks=slow),
-        pytest.param("receive", "left", marks=slow),
     ],
 )
 def test_program_exits_with_a_pending_operation(tmp_path: Path, operation: str, end: str) -> None:

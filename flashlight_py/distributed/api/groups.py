@@ -42,7 +42,7 @@ def new_group(
 
     Collective: every rank of the parent must call it with the same list, even ranks that are not in
     the list. Blocks. Collectives of different groups may run at the same time. To close the group,
-    use a ``with`` block or call its ``close()``. ``distributed_shutdown`` closes all groups.
+    use a ``with`` block or call its ``close()``. If the parent is closed, the group is closed too.
 
     Args:
         ranks: Ranks in the parent, without duplicates. ``ranks[i]`` becomes rank i of the new

@@ -2,7 +2,8 @@
 
 The garbage collector may free a group on any thread, even during a call. Closing the backends of
 the group at that moment could cause a deadlock. So the next call of any group closes them, unless
-an operation is pending, for which other ranks may wait. A shutdown closes all groups.
+an operation is pending, for which other ranks may wait. When a group is closed, its subgroups are
+closed as well. At exit, all groups are closed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashlight_py import system
 from flashlight_py.device import is_cupy
@@ -31,9 +32,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Backends of each open group. When a group is collected, only the C function ``dropped.append``
-# runs. In Python code a signal handler could raise, and Python would ignore its exception.
-_watched: dict[weakref.ref[Membership], list[Backend]] = {}
+class OpenGroup(NamedTuple):
+    """The backends of an open group, and references to the group and to each group above it."""
+
+    backends: list[Backend]
+    lineage: tuple[weakref.ref[Membership], ...] = ()
+
+
+# When a group is collected, only the C function ``dropped.append`` runs. In Python code a signal
+# handler could raise, and Python would ignore its exception.
+_watched: dict[weakref.ref[Membership], OpenGroup] = {}
 
 _LEAST_UNFINISHED = 8  # number of unfinished results before the first cleanup
 subgroup_numbers = itertools.count(1)  # the number of this process's next subgroup
@@ -57,18 +65,20 @@ class Membership:
     """Ranks of the world, and their backends. If this process is not a member, ``rank`` is -1."""
 
     rank = -1
+    _lineage: tuple[weakref.ref[Membership], ...] = ()  # see ``OpenGroup``
     gpus: Backend | None = None  # backend for CuPy arrays; None before the GPUs are joined
     _forked = False
 
     def __init__(
         self, backend: Backend | None, ranks: Sequence[int] | None = None,
         joiner: Joiner | None = None, first_use: Callable[[], None] | None = None,
+        parent: Membership | None = None,
     ) -> None:  # fmt: skip
         self.on_first_use = first_use  # called by the first verb, which Python must handle
         self.fast = EntryPoints()
         self._backend, self._joiner = backend, joiner
         self._backends: list[Backend] = []  # closed even if the group is garbage-collected
-        self._children: dict[weakref.ref[Membership], None] = {}
+        self._lineage = (*(parent._lineage if parent else ()), weakref.ref(self))
         self._unfinished: list[Then] = []
         self._most_unfinished = _LEAST_UNFINISHED
         self.messages_to_self = SelfMessages()
@@ -81,8 +91,9 @@ class Membership:
             name = "world" if ranks is None else name_of_group(self.ranks)
             self.journal = Journal(name, self.ranks, backend.path)
             self._backends.append(backend)
-            if joiner is not None or backend.size > 1:
-                _watched[weakref.ref(self, dropped.append)] = self._backends
+            if parent is not None or joiner is not None or backend.size > 1:
+                group = OpenGroup(self._backends, self._lineage)
+                _watched[weakref.ref(self, dropped.append)] = group
             if first_use is None:
                 self.fast.replace_by(backend.bind(self.journal))
             backend.count = self.journal.count
@@ -184,8 +195,7 @@ class Membership:
             memory_ranks = [parent.memory_ranks[member] for member in members]
             store.memory_subgroup = parent.memory.subgroup(memory_ranks, count, first)
         backend = self.backend() if joiner is None else joiner.join(store)
-        child = type(self)(backend, ranks, joiner)
-        self._children[weakref.ref(child, self._children.pop)] = None
+        child = type(self)(backend, ranks, joiner, parent=self)
         try:
             # A member may close the group while other members connect. So wait for all members.
             if store.subgroup is None or not store.subgroup.is_flat:
@@ -247,9 +257,7 @@ class Membership:
         Not collective; idempotent. If another thread runs a verb of the group, this verb raises
         GroupClosedError. If a signal handler closes the group, the interrupted verb raises it.
         """
-        for reference in list(self._children):
-            if (child := reference()) is not None:
-                child.close()
+        close_all(self)
         for backend in self._leave():
             backend.close()
 
@@ -283,7 +291,7 @@ def close_dropped() -> None:
         except IndexError:  # another thread has emptied the list
             return
         dropped.rotate(-1)  # keep the group until it is closed: an exception may come first
-        backends = _watched.get(group, [])
+        backends = _watched.get(group, OpenGroup([])).backends
         if any(backend.is_busy() for backend in backends):
             continue
         for backend in backends:
@@ -293,32 +301,40 @@ def close_dropped() -> None:
             dropped.remove(group)
 
 
-def leave_all() -> None:
-    """Notify the other ranks of all groups that this rank sends no more messages."""
-    for backends in list(_watched.values()):
+def open_groups(top: Membership | None = None) -> dict[weakref.ref[Membership], list[Backend]]:
+    """Return the backends of ``top`` and its subgroups (None: all groups), subgroups first."""
+    groups = reversed(list(_watched.items()))
+    return {
+        reference: group.backends
+        for reference, group in groups
+        if top is None or weakref.ref(top) in group.lineage
+    }
+
+
+def leave_all(top: Membership) -> None:
+    """Notify the other ranks of ``top`` and its subgroups that this rank sends no more messages."""
+    for backends in open_groups(top).values():
         for backend in list(backends):
             backend.leave()
 
 
-def close_all() -> None:
-    for group in _groups():
-        group.close()
-    for reference in list(_watched):
-        for backend in _watched.pop(reference, []):
+def close_all(top: Membership | None = None) -> None:
+    """Close ``top`` and its subgroups (None: all groups), also if they are garbage-collected."""
+    for reference, backends in open_groups(top).items():
+        if (group := reference()) is not None:
+            group._leave()
+        _watched.pop(reference, None)
+        for backend in backends:
             backend.close()
-    dropped.clear()
-
-
-def _groups() -> list[Membership]:
-    return [group for reference in list(_watched) if (group := reference()) is not None]
 
 
 def _forget_in_child() -> None:
     """Make all groups unusable in a forked child, which lacks their threads and connections."""
-    _inherited.extend(_watched.values())
-    for group in _groups():
-        group._leave(forked=True)
-        group.journal.ranks = ()
+    for reference, backends in open_groups().items():
+        _inherited.append(backends)
+        if (group := reference()) is not None and (group.size > 1 or group._joiner is not None):
+            group._leave(forked=True)
+            group.journal.ranks = ()
     dropped.clear()
     _watched.clear()
 

@@ -124,13 +124,14 @@ def create_world(create: Callable[[], Store], settings: Settings) -> World:
             new.store.close()
             new.undo.pop_all()
     except BaseException as error:
-        abort.uninstall_hooks()
+        _uninstall_hooks()
         if isinstance(error, errors.UnavailableEverywhereError):
             new.store.close()
         else:
             reason = f"{type(error).__name__}: {error}"  # a path in it may be invalid UTF-8
             new.store.abort(reason.encode(errors="backslashreplace").decode())
         raise
+    leave_first_at_exit()
     return new.world
 
 
@@ -142,9 +143,8 @@ def enter(world: World, settings: Settings) -> None:
     try:
         _watch(world, settings)
     except BaseException as error:
-        abort.report(error)
-        abort.uninstall_hooks()
-        world.group.close()
+        world.group.end(error)
+        leave(world.group)
         raise
     set_world(world)
     if world.threads:
@@ -183,20 +183,28 @@ def distributed_shutdown() -> None:
     group = current_world().group
     try:
         if not group.is_calling():
-            membership.leave_all()
+            membership.leave_all(group)
             group.run(Call(BARRIER, part_of=SHUTDOWN))
     except errors.GroupClosedError:
         _log.debug("the group failed before the shutdown; an earlier call raised the error")
     finally:
-        leave()
+        leave(group)
 
 
-def leave() -> None:
-    """Close the world of this rank only. Ranks that wait for this rank raise PeerLostError."""
-    blas.restore()
-    _close(current_world().group)
-    abort.uninstall_hooks()
-    atexit.unregister(_close_at_exit)
+def leave(group: ProcessGroup) -> None:
+    """Close ``group``, such as the world, on this rank only. Waiting ranks raise PeerLostError."""
+    if group is current_world().group:
+        blas.restore()
+        flight_record.stop()
+        set_world(None)
+    group.close()
+    _uninstall_hooks()
+
+
+def _uninstall_hooks() -> None:
+    """Uninstall the hooks for uncaught exceptions, unless a world or another group is open."""
+    if not (is_distributed_init() or membership.open_groups()):
+        abort.uninstall_hooks()
 
 
 def leave_first_at_exit() -> None:
@@ -207,13 +215,8 @@ def leave_first_at_exit() -> None:
 
 def _close_at_exit() -> None:
     abort.report_of_threads()
-    _close(current_world().group)
-
-
-def _close(group: ProcessGroup) -> None:
-    flight_record.stop()
-    set_world(None)
-    group.close()
+    if is_distributed_init():
+        leave(current_world().group)
     membership.close_all()
 
 

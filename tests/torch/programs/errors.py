@@ -158,37 +158,26 @@ def _end(raises: bool) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _timed_error(began: float, work: Callable[[], Any]) -> tuple[str, bool, float]:
-    try:
-        work()
-    except dist.DistBackendError as error:
-        return f"{type(error).__name__}: {error}", True, time.monotonic() - began
-    except RuntimeError as error:  # of torch's C++, as that comes back from there
-        return f"{type(error).__name__}: {error}", False, time.monotonic() - began
-    return "nothing", False, 0.0
-
-
-def one_ends(rank: int, size: int, end_kind: str, raises: bool) -> tuple[str, bool, float]:
-    """Return what the others are told when rank 1 ends, whether in torch's type, and how late."""
-    begin()
-    dist.barrier()
-    began = time.monotonic()
-    if end_kind == "backward":
-        return _timed_error(began, lambda: _step(lambda: _end(raises) if rank == 1 else None))
-    if rank == 1:
-        _end(raises)
-    return _timed_error(began, WAYS[end_kind])
-
-
 def _late(call: Callable[[], Any]) -> tuple[list[str], str, float]:
     """Return the kinds of the error of ``call``, its words and after how long it was raised."""
     began = time.monotonic()
     try:
         call()
-    except RuntimeError as error:
+    except RuntimeError as error:  # in backward() and futures, torch's C++ raises it
         kinds = [kind.__name__ for kind in type(error).__mro__]
         return kinds, str(error), time.monotonic() - began
     raise AssertionError("it went through")
+
+
+def one_ends(rank: int, size: int, end_kind: str, raises: bool) -> tuple[list[str], str, float]:
+    """Return the error of the other ranks when rank 1 ends; see ``_late``."""
+    begin()
+    dist.barrier()
+    if end_kind == "backward":
+        return _late(lambda: _step(lambda: _end(raises) if rank == 1 else None))
+    if rank == 1:
+        _end(raises)
+    return _late(WAYS[end_kind])
 
 
 def timeouts(rank: int, size: int) -> list[Any]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import flashlight_py as fl
+from flashlight_py.torch import create_group
 
 FLASHLIGHT = "flashlight"
 
@@ -83,6 +84,38 @@ def in_torchs_world(rank: int, size: int) -> list[float]:
     return results[:4]
 
 
+def after_the_default_group(rank: int, size: int, path: str, is_ours: bool) -> str:
+    """Use independent groups after the world, and a child after its parent. Leave a group open."""
+    if is_ours:
+        fl.distributed_init(f"file://{path}world", rank, size)
+    dist.init_process_group(FLASHLIGHT, rank=rank, world_size=size)
+    world: Any = dist.group.WORLD
+    stores = [dist.PrefixStore(name, dist.FileStore(path, size)) for name in ("new", "merged")]
+    child = (new := create_group(stores[0], rank, size)).split_group(list(range(size)), None, None)
+    groups = [new, child]
+    if hasattr(dist.ProcessGroup, "merge_remote_group"):
+        groups.append(world.merge_remote_group(stores[1], size))
+    pending = new.allreduce([torch.ones(2, 3).t()]) if rank else None
+    of_world = dist.new_group(range(size))
+    del of_world
+    dist.destroy_process_group()
+    fl.distributed_shutdown()
+    assert not fl.is_distributed_init() or torch.__version__.startswith("2.6")
+    x = torch.ones(3)
+    (pending or new.allreduce([torch.ones(2, 3).t()])).wait()
+    for group in groups:
+        group.allreduce([x]).wait()
+    new.shutdown()
+    child.allreduce([x]).wait()
+    assert x.tolist() == [float(size ** (len(groups) + 1))] * 3
+    groups[-1].recv([torch.ones(2)], (rank + 1) % size, 0).get_future()
+    try:
+        child.recv([x], 0, 0).wait() if rank else child.shutdown()
+    except dist.DistBackendError as error:
+        return str(error)
+    return "lost rank 0"
+
+
 def in_another_world(rank: int, size: int, path: str) -> str:
     fl.distributed_init("file://" + path, rank, size)
     try:
@@ -149,17 +182,6 @@ def loads_data(rank: int, size: int, start_method: str) -> list[float]:
             dist.all_reduce(x)
             results.append(x.item())
     return [sum(results)]
-
-
-def just_ends(rank: int, size: int) -> float:
-    """Leave without a word, with a group, a future and an operation that have not ended."""
-    dist.init_process_group(FLASHLIGHT)
-    dist.new_group(range(size))
-    result = total()
-    dist.all_reduce(torch.ones(10), async_op=True).get_future().wait()
-    if rank == 0:
-        dist.irecv(torch.ones(2), 1).get_future()
-    return result
 
 
 def with_params(rank: int, size: int) -> list[str]:
