@@ -1,5 +1,6 @@
 """Cores, memory and file descriptors of a host, and the number of processes that it can run."""
 
+import functools
 import itertools
 import math
 import os
@@ -88,15 +89,22 @@ def fair_share(rank: int, affinities: Sequence[AbstractSet[int]]) -> int:
 
 
 def _within_quota(cores: int) -> int:
-    """Return ``cores``, or the quota of a control group if that is lower.
+    """Return ``cores``, or the quota of a control group if that is lower."""
+    return min([cores, *_quotas(ROOT)])
+
+
+@functools.lru_cache(maxsize=1)
+def _quotas(root: Path) -> list[int]:
+    """Return the quotas of this process's control groups, as numbers of cores.
 
     A quota of 150 ms of CPU time per 100 ms counts as two cores.
     """
-    for group, files in itertools.product(control_groups(ROOT), _QUOTAS):
-        with suppress(OSError, ValueError):  # "max" or -1 (no limit), or no such file
+    quotas = []
+    for group, files in itertools.product(control_groups(root), _QUOTAS):
+        with suppress(OSError, ValueError):  # "max" (no limit), or no such file
             quota, period = map(int, " ".join((group / f).read_text() for f in files).split())
-            cores = min(cores, math.ceil(quota / period)) if quota > 0 else cores
-    return cores
+            quotas += [math.ceil(quota / period)] if quota > 0 else []  # -1: no limit
+    return quotas
 
 
 def control_groups(root: Path) -> Iterator[Path]:

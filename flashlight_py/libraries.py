@@ -17,7 +17,7 @@ def loaded_libraries(name: str) -> Iterator[ctypes.CDLL]:
     Yield nothing on macOS and Windows, which have no dlinfo(3).
     """
     # dl_iterate_phdr(3) could deadlock: its callback has the loader's lock and needs the GIL.
-    paths, link = set[str](), ctypes.c_void_p()
+    link, named = ctypes.c_void_p(), set[str]()
     try:
         process = ctypes.CDLL(None)
         dlinfo = process.dlinfo
@@ -27,8 +27,8 @@ def loaded_libraries(name: str) -> Iterator[ctypes.CDLL]:
     address = link.value
     while address:  # fields of struct link_map: address, name, section, next
         _, text, _, address = (ctypes.c_void_p * 4).from_address(address)
-        paths.add(os.fsdecode(ctypes.string_at(text or b"")))
-    named = [path for path in paths if name in os.path.basename(path)]
+        if name in os.path.basename(path := os.fsdecode(ctypes.string_at(text or b""))):
+            named.add(path)
     for path in sorted(named, key=lambda path: ("numpy" not in path, path)):
         yield ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
 

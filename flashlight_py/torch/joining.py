@@ -183,29 +183,33 @@ class TorchStore(rendezvous.Store):
     def _read(self, keys: dict[int, str], waiting: rendezvous.Waiting) -> list[bytes]:
         """Return the values of ``keys``. Block until the ranks have set them."""
         end, every, pauses = time.monotonic() + self._timeout, list(keys.values()), _pauses()
-        while not self._do("check", every):
-            left = self._report(waiting, end, keys)
+        while not self._are_set(every, end):
+            self._report(waiting, end, keys)
             if self._is_file:
                 time.sleep(next(pauses))
-                continue
-            with suppress(RuntimeError):  # timeout, or an error that the next call raises
-                self._store.wait(every, timedelta(seconds=min(left, rendezvous.NEXT_SECONDS)))
         if self._store.has_extended_api():  # a FileStore lacks it
             return [bytes(value) for value in self._do("multi_get", every)]
         return [bytes(self._do("get", key)) for key in every]
 
-    def _report(self, waiting: rendezvous.Waiting, end: float, keys: dict[int, str]) -> float:
-        """Return the seconds until ``end``. Log or raise if ranks have not set ``keys`` in time."""
-        left = end - (now := time.monotonic())
-        if now > min(end, waiting.due):
+    def _are_set(self, keys: list[str], end: float) -> bool:
+        if not self._is_file:  # wait, in one message
+            # At least _MOST_PAUSE, because torch rounds to milliseconds, and 0 is no limit.
+            seconds = max(_MOST_PAUSE, min(end - time.monotonic(), rendezvous.FIRST_SECONDS))
+            with suppress(RuntimeError):  # timeout, or an error that the next call raises
+                self._store.wait(keys, timedelta(seconds=seconds))
+                return True
+        return bool(self._do("check", keys))
+
+    def _report(self, waiting: rendezvous.Waiting, end: float, keys: dict[int, str]) -> None:
+        """Log or raise if ranks have not set ``keys`` in time."""
+        if (now := time.monotonic()) > min(end, waiting.due):
             missing = [rank for rank, key in keys.items() if not self._do("check", [key])] or [0]
             waiting.log_missing(missing)
-            if left <= 0:
+            if now > end:
                 who = rendezvous.missing_text(missing, self.size, self._timeout)
                 raise self._error(
                     f"{who} in torch's store. Read their output, or raise the timeout"
                 )
-        return left
 
     def _do(self, name: str, *args: Any) -> Any:
         try:

@@ -15,7 +15,6 @@ def run_untraced(function: Any) -> Any:
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
         return function
 
-    @functools.wraps(function)
     def called(*args: Any, **options: Any) -> Any:  # torch 2.6 would trace what function calls
         callback = eval_frame.set_eval_frame(None)
         try:
@@ -25,7 +24,7 @@ def run_untraced(function: Any) -> Any:
 
     eval_frame.skip_code(called.__code__)
     called._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return called
+    return functools.wraps(function)(called)
 
 
 def untraced(cls: type[Any]) -> type[Any]:

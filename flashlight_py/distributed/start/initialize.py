@@ -546,6 +546,8 @@ def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> C
         try:
             at_once = settings.compares_at_once or len(hosts) > 1
             inside = ShmBackend(SubStore(store, host_ranks), settings.timeout, at_once)
+            if len(hosts) == 1:
+                return Choice(inside, "all ranks share this host's memory")
         except errors.BackendUnavailableError as error:
             problem = str(error)
     problems = store.exchange(problem.encode(errors="backslashreplace"))
@@ -553,8 +555,6 @@ def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> C
         inside.close()
         why = f"shared memory cannot be used: {failed}"
         return Choice(_gloo(store, settings), why, f"{_SLOW_GLOO}{failed}")
-    if len(hosts) == 1:
-        return Choice(inside, "all ranks share this host's memory")
     # ``flat`` connects all ranks, ``between`` one rank per host.
     limits = replace(settings, timeout=between_hosts(settings.timeout))
     flat, between = _gloo(store, settings, lazily=True), None
