@@ -56,24 +56,29 @@ def contenders(python: Path, ranks: int) -> list[Contender]:
 
 
 def measure(
-    options: argparse.Namespace, conductor: Conductor, python: Path, ranks: int
+    options: argparse.Namespace, conductor: Conductor, python: Path, ranks: int, folder: Path
 ) -> list[Measurement]:
-    """Return all cases on this number of ranks."""
+    """Return all cases on this number of ranks. Models are stored in ``folder``."""
     results = []
-    with conductor, tempfile.TemporaryDirectory(prefix="flashlight-bench-") as folder:
-        for width in options.widths:
-            model = f"{folder}/{width}"
-            command = python, "-m", f"harness.roles.{ROLE}", model, width, LAYERS[width]
-            write = list(map(str, command))
-            subprocess.run(write, cwd=BENCHMARKS, check=True, capture_output=True)
-            for phase, batch in itertools.product(options.phases, options.batches):
-                tokens = batch * (PROMPT if phase == "prefill" else 1)
-                task = f"{phase}, width {width}, batch {batch}"
-                setting = {"model": model, "phase": phase, "batch": batch, "dtype": options.dtype}
-                case = Case(Measurement(task, options.dtype, tokens, ranks), setting)
-                results.append(conductor.measure(case, contenders(python, ranks)))
-                compare(results[-1], conductor.details)
+    with conductor:
+        cases = itertools.product(options.widths, options.phases, options.batches)
+        for width, phase, batch in cases:
+            tokens = batch * (PROMPT if phase == "prefill" else 1)
+            task = f"{phase}, width {width}, batch {batch}"
+            setting = {"phase": phase, "batch": batch, "dtype": options.dtype}
+            setting["model"] = write(folder / str(width), width, python)
+            case = Case(Measurement(task, options.dtype, tokens, ranks), setting)
+            results.append(conductor.measure(case, contenders(python, ranks)))
+            compare(results[-1], conductor.details)
     return results
+
+
+def write(model: Path, width: int, python: Path) -> str:
+    """Return the folder ``model``. Write a model of this width to it first, if it is missing."""
+    if not model.exists():
+        command = python, "-m", f"harness.roles.{ROLE}", model, width, LAYERS[width]
+        subprocess.run(list(map(str, command)), cwd=BENCHMARKS, check=True, capture_output=True)
+    return str(model)
 
 
 def compare(measurement: Measurement, details: Mapping[str, list[list[float]]]) -> None:
@@ -163,8 +168,9 @@ def main() -> None:
     if isinstance(python, str):
         conductor.absent["clients"], missing = python, "transformers is absent"
     else:
-        for ranks in options.ranks:
-            measured += measure(options, conductor, python, ranks)
+        with tempfile.TemporaryDirectory(prefix="flashlight-bench-") as folder:
+            for ranks in options.ranks:
+                measured += measure(options, conductor, python, ranks, Path(folder))
     for ranks in options.ranks:
         of = [m for m in measured if m.ranks == ranks]
         print(f"\n### {ranks} ranks\n\n{tokens_table(of)}\n\nTime of each peer / time of {OURS}:\n")

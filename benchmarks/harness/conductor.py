@@ -17,6 +17,8 @@ __all__ = ["Case", "Conductor", "Contender", "Plan"]
 
 MOST_ITERATIONS = 200_000
 FEWEST_ROUNDS = 3
+# Calls that take longer need no call before the measurement, which would only double the time.
+LONG_SECONDS = 0.5
 # Fraction of the free memory for arrays; the libraries need the rest.
 USABLE_MEMORY = 0.6
 
@@ -81,8 +83,8 @@ class Conductor:
             return result
         self.details = {}
         ready = self._prepare(case, contenders, result)
-        iterations = self._calibrate(ready, result)
-        self._rounds(ready, iterations, result)
+        calls = self._calibrate(ready, result)
+        self._rounds(ready, calls, result)
         for title, team in ready.items():
             if self._guard(team, title, result, "check", title) is None:
                 result.seconds.pop(title, None)
@@ -141,56 +143,61 @@ class Conductor:
             result.left_out[title] = str(failure)
             return None
 
-    def _calibrate(self, ready: Mapping[str, Team], result: Measurement) -> dict[str, int]:
-        """Return the number of calls of each contender that take about ``batch_seconds``."""
+    def _calibrate(
+        self, ready: Mapping[str, Team], result: Measurement
+    ) -> dict[str, tuple[int, int]]:
+        """Return the number of calls of each contender that take about ``batch_seconds``, and the
+        number of calls before them."""
         chosen = {}
         for title, team in ready.items():
-            iterations, seconds = 1, self._time(title, team, 1, result)
+            iterations, seconds = 1, self._time(title, team, (1, 1), result)
             while (
                 seconds is not None
                 and seconds * iterations < self.plan.batch_seconds / 4
                 and iterations < MOST_ITERATIONS
             ):
                 iterations = min(10 * iterations, MOST_ITERATIONS)
-                seconds = self._time(title, team, iterations, result)
+                seconds = self._time(title, team, (iterations, warm_up(iterations)), result)
             if seconds is not None:
                 fitting = round(self.plan.batch_seconds / seconds)
-                chosen[title] = max(1, min(fitting, MOST_ITERATIONS))
+                iterations = max(1, min(fitting, MOST_ITERATIONS))
+                chosen[title] = iterations, warm_up(iterations) if seconds < LONG_SECONDS else 0
                 result.seconds[title] = [seconds]  # used to plan the rounds, then replaced by them
         return chosen
 
     def _rounds(
-        self, ready: Mapping[str, Team], iterations: Mapping[str, int], result: Measurement
+        self, ready: Mapping[str, Team], calls: Mapping[str, tuple[int, int]], result: Measurement
     ) -> None:
         """Measure in turn. Each round starts with another contender, so no contender always follows
         the same one."""
-        titles = list(iterations)
-        count = self._number_of_rounds(iterations, result)
+        titles = list(calls)
+        count = self._number_of_rounds(calls, result)
         result.seconds = {title: [] for title in titles}
         for number in range(count):
             turn = number % len(titles) if titles else 0
             for title in titles[turn:] + titles[:turn]:
                 if title in result.seconds:
-                    self._one_round(title, ready[title], iterations[title], result)
+                    self._one_round(title, ready[title], calls[title], result)
 
-    def _one_round(self, title: str, team: Team, iterations: int, result: Measurement) -> None:
-        seconds = self._time(title, team, iterations, result)
+    def _one_round(
+        self, title: str, team: Team, calls: tuple[int, int], result: Measurement
+    ) -> None:
+        seconds = self._time(title, team, calls, result)
         if seconds is None:
             del result.seconds[title]
         else:
             result.seconds[title].append(seconds)
 
-    def _number_of_rounds(self, iterations: Mapping[str, int], result: Measurement) -> int:
-        once = sum(
-            result.seconds[title][0] * (count + warm_up(count))
-            for title, count in iterations.items()
-        )
+    def _number_of_rounds(self, calls: Mapping[str, tuple[int, int]], result: Measurement) -> int:
+        once = sum(result.seconds[title][0] * sum(numbers) for title, numbers in calls.items())
         fitting = int(self.plan.case_seconds / once) if once else self.plan.rounds
         return min(self.plan.rounds, max(FEWEST_ROUNDS, fitting))
 
-    def _time(self, title: str, team: Team, iterations: int, result: Measurement) -> float | None:
+    def _time(
+        self, title: str, team: Team, calls: tuple[int, int], result: Measurement
+    ) -> float | None:
         try:
-            return team.seconds_per_call(title, iterations, warm_up(iterations))
+            return team.seconds_per_call(title, *calls)
         except TeamFailed as failure:
             result.left_out[title] = str(failure)
             return None

@@ -45,6 +45,7 @@ class Llama(Rank):
         torch.set_num_threads(setup.options["threads"])
         transformers.utils.logging.disable_progress_bar()
         self._loaded: Any = None
+        self._first: dict[int, Any] = {}  # results of the prompts, by batch
 
     def facts(self) -> dict[str, str]:
         return facts() | {"transformers": transformers.__version__}
@@ -52,7 +53,7 @@ class Llama(Rank):
     def _model(self, folder: str, dtype: str) -> Any:
         """Return the model in ``folder``. Free another model before."""
         if self._loaded is None or self._loaded.name_or_path != folder:
-            self._loaded = None
+            self._loaded, self._first = None, {}
             split = DistributedConfig(tp_size=self.size, tp_plan="auto") if self.size > 1 else None
             load = transformers.AutoModelForCausalLM.from_pretrained
             self._loaded = load(folder, dtype=dtype, distributed_config=split)
@@ -60,19 +61,26 @@ class Llama(Rank):
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         """Return the call, which computes the prompt or one token, and reports some logits."""
-        model = self._model(task["model"], task["dtype"])
+        model, batch = self._model(task["model"], task["dtype"]), task["batch"]
         generator = torch.Generator().manual_seed(1)
-        prompt = torch.randint(VOCABULARY, (task["batch"], PROMPT), generator=generator)
+        prompt = torch.randint(VOCABULARY, (batch, PROMPT), generator=generator)
 
         def read_prompt() -> Any:
             return model(prompt, use_cache=True, logits_to_keep=1)
 
         with torch.inference_mode():
-            first = read_prompt()
+            first = self._first[batch] = self._first.get(batch) or read_prompt()
+            _rewind(first.past_key_values)
             logits = model(prompt[:, :1], cache=first.past_key_values).logits
         calls = {"prefill": read_prompt, "decode": _decoding(model, prompt, first)}
         call = torch.inference_mode()(calls[task["phase"]])
         return Prepared(call, logits[-1, -1, :COMPARED].tolist())
+
+
+def _rewind(cache: Any) -> None:
+    """Remove the tokens after the prompt."""
+    if more := cache.get_seq_length() - PROMPT:
+        cache.crop(-more)
 
 
 def _decoding(model: Any, prompt: Any, first: Any) -> Call:
@@ -81,8 +89,8 @@ def _decoding(model: Any, prompt: Any, first: Any) -> Call:
 
     def decode() -> None:
         nonlocal token
-        if (more := cache.get_seq_length() - PROMPT) >= DECODED:
-            cache.crop(-more)
+        if cache.get_seq_length() >= PROMPT + DECODED:
+            _rewind(cache)
         token = model(token, cache=cache).logits[:, -1:].argmax(-1)
 
     return decode
