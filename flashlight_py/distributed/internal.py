@@ -7,11 +7,11 @@ from flashlight_py._native.codes import DTYPES
 from flashlight_py.checks import as_integer, check_integer
 from flashlight_py.distributed import verbs
 from flashlight_py.distributed.api import memory as host_memory
-from flashlight_py.distributed.api.verb_call import COLLECTIVE, in_step, reason_of, reject_together
+from flashlight_py.distributed.api.verb_call import check_calls, in_step, reason_of, reject_together
 from flashlight_py.distributed.backend import Backend, exchange_bytes
 from flashlight_py.distributed.calls import arrays as call_arrays
 from flashlight_py.distributed.calls import journal
-from flashlight_py.distributed.calls.call import COMPOSED, PASS_FAILED, Call, Matched
+from flashlight_py.distributed.calls.call import COMPOSED, PASS_FAILED, SPARSE, Call, Matched
 from flashlight_py.distributed.calls.checks import bounds, check_rank
 from flashlight_py.distributed.calls.journal import caller, hide_folder
 from flashlight_py.distributed.constants import LinearOp, ReduceOp

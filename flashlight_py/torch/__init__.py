@@ -64,7 +64,7 @@ def create_group(store: Any, rank: int, size: int, timeout: timedelta | float = 
 
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     options = SimpleNamespace(store=store, group_rank=rank, group_size=size, timeout=limit)
-    return joining.independent_group(options)
+    return joining.join_process_group(options, None, is_independent=True)
 
 
 def monitored_barrier(

@@ -1,6 +1,7 @@
 """Creation of process groups in torch's store. torch and this package share one world."""
 
 import functools
+import itertools
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -24,39 +25,35 @@ from flashlight_py.torch.process_group import FlashlightGroup
 OWNER = "torch.distributed"
 # Pauses between polls, in seconds. torch's stores cannot wait for the first of two keys, and a
 # FileStore has no events: its own wait polls every 10 ms.
-_LEAST_PAUSE, _MOST_PAUSE = 2e-4, 0.05
+_FIRST_PAUSES, _MOST_PAUSE = [2e-4 * 2**n for n in range(8)], 0.05
 _SECRET = "secret"
 _PAYLOAD, _ABORTED = b"+", b"!"
 hide_folder(f"{Path(torch.__file__).parent}/")
 hide_folder(typing_extensions.__file__)  # typing_extensions calls deprecated functions of torch
 
 
-def join_process_group(options: Any, params: Any) -> FlashlightGroup:
+def join_process_group(options: Any, params: Any, is_independent: bool = False) -> FlashlightGroup:
     """Join the ranks of a process group. Collective, blocking.
 
     ``options`` come from torch: store, rank, size, timeout and the ranks in the world (empty for
-    the default group, None for ranks of several worlds). ``params`` is the ``pg_options`` of the
-    user, a dict of ``distributed_init``'s parameters. If this process is in a world, this world
-    becomes the default group. Otherwise the default group becomes the world.
+    the default group). ``params`` is the ``pg_options`` of the user, a dict of
+    ``distributed_init``'s parameters. If this process is in a world, this world becomes the default
+    group. Otherwise the default group becomes the world. ``is_independent``: see ``create_group``.
 
     Raises:
         ValueError: If the existing world has another rank or size, or if ``params`` are invalid.
         RendezvousError, BackendUnavailableError: As in ``distributed_init``.
     """
     rank, size = options.group_rank, options.group_size
-    if options.global_ranks_in_group is None:
-        return independent_group(options)
     usual = min(options.timeout.total_seconds(), internal.MOST_SECONDS)
     options_of_user = dict(params) if isinstance(params, Mapping) else {}
     settings = internal.Settings.from_params({"TIMEOUT": usual, **options_of_user})
-    ranks = list(options.global_ranks_in_group)
+    ranks = None if is_independent else list(options.global_ranks_in_group)
     store, ours = options.store, True
     meeting = functools.partial(TorchStore, store, rank, size, settings.joining_seconds)
-    if not ranks and is_distributed_init() and current_world().owner == OWNER:
-        initialize.leave(
-            current_world().group
-        )  # torch 2.6 destroys groups without a call of shutdown()
-    if not ranks and is_distributed_init():
+    if ranks == [] and is_distributed_init() and current_world().owner == OWNER:
+        initialize.leave(current_world().group)  # torch 2.6 makes no call of shutdown()
+    if ranks == [] and is_distributed_init():
         group, ours = current_world().group, False
         if (group.rank, group.size) != (rank, size):
             raise ValueError(
@@ -65,26 +62,17 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
             )
         if options.timeout != default_pg_timeout:
             group.limit(settings.timeout)
-    elif not ranks:
+    elif ranks == []:
         initialize.enter(replace(initialize.create_world(meeting, settings), owner=OWNER), settings)
         group = current_world().group
-    elif is_distributed_init() and current_world().group.size == dist.get_world_size():
+    elif ranks and is_distributed_init() and current_world().group.size == dist.get_world_size():
         members = meeting()
         group = current_world().group.subgroup(ranks, members, settings.timeout)
         members.close()
     else:
         group = initialize.create_world(meeting, settings).group
-
-    return FlashlightGroup(group, store, settings.timeout, join_process_group, ours)
-
-
-def independent_group(options: Any, _: Any = None) -> FlashlightGroup:
-    """Return a process group whose ranks meet in a store; see ``create_group``."""
-    seconds = min(options.timeout.total_seconds(), internal.MOST_SECONDS)
-    settings = internal.Settings.from_params({"TIMEOUT": seconds})
-    arguments = options.store, options.group_rank, options.group_size, settings.joining_seconds
-    group = initialize.create_world(functools.partial(TorchStore, *arguments), settings).group
-    return FlashlightGroup(group, options.store, settings.timeout, independent_group)
+    join = functools.partial(join_process_group, is_independent=ranks is None)
+    return FlashlightGroup(group, store, settings.timeout, join, ours)
 
 
 def world_rendezvous() -> Iterator[tuple[Any, int, int]]:
@@ -103,10 +91,7 @@ def world_rendezvous() -> Iterator[tuple[Any, int, int]]:
 
 
 def _pauses() -> Iterator[float]:
-    pause = _LEAST_PAUSE
-    while True:
-        yield pause
-        pause = min(2 * pause, _MOST_PAUSE)
+    return itertools.chain(_FIRST_PAUSES, itertools.repeat(_MOST_PAUSE))
 
 
 class TorchStore(rendezvous.Store):
@@ -207,9 +192,7 @@ class TorchStore(rendezvous.Store):
             waiting.log_missing(missing)
             if now > end:
                 who = rendezvous.missing_text(missing, self.size, self._timeout)
-                raise self._error(
-                    f"{who} in torch's store. Read their output, or raise the timeout"
-                )
+                raise self._error(f"{who} in torch's store. Read their output or raise the timeout")
 
     def _do(self, name: str, *args: Any) -> Any:
         try:

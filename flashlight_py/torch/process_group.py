@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -19,24 +20,16 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._profiler import _RecordFunctionFast
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
 from torch.autograd.graph import increment_version
 from torch.distributed.distributed_c10d import _world
+from torch.utils._pytree import tree_map_only
 
 from flashlight_py import distributed as fl
 from flashlight_py.distributed import P2POp, ProcessGroup, Work, internal
 from flashlight_py.distributed.internal import verbs as v
 from flashlight_py.errors import DistributedError
-from flashlight_py.torch.tensors import (
-    CODES,
-    DeviceError,
-    copy,
-    fill,
-    native_tensor,
-    one_piece,
-    room_for,
-)
+from flashlight_py.torch.tensors import DeviceError, copy, fill, native_tensor, packed, room_for
 from flashlight_py.torch.tracing import untraced
 from flashlight_py.torch.work import Ended, Futures, TensorWork, as_torchs, ends_soon
 
@@ -53,6 +46,7 @@ _OPS = {
 # Sums and products of Booleans as in gloo: a byte is True unless it is 0.
 _OF_BOOL = {"sum": "or", "prod": "and"}
 _ALL_REDUCE = v.ALL_REDUCE.code
+_VERBS = {verb.name.replace("_", ""): verb for verb in v.VERBS}
 # Before torch 2.7 the options do not state whether the call is asynchronous.
 _OPTIONS = dist.AllreduceOptions if hasattr(dist.AllreduceOptions, "asyncOp") else None
 _MOST_COMPARED = 60  # maximum number of lengths, which are sent as the shape of an array
@@ -62,7 +56,6 @@ _WAIT_AT_ONCE = {inspect.unwrap(function).__code__ for function in (dist.send, d
 _BACKWARD = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 _BLOCKING = SimpleNamespace(asyncOp=False)
 _NO_EVENT = nullcontext()
-_META = torch.device("meta")  # of tensors without data
 Tensors = Sequence[torch.Tensor]
 
 # Method names before torch 2.12, which newer versions also have.
@@ -90,22 +83,29 @@ Method = Callable[..., Any]
 def _in_torchs_terms(method: Method, name: str) -> Method:
     """Make ``method`` raise torch's errors, and accept torch's keywords.
 
-    For tensors not on the CPU, call another backend. Tensors without data remain unchanged.
+    For tensors not on the CPU, call another backend. Tensors without data remain unchanged. If
+    ``method`` rejects its arguments before it sends anything, the other ranks raise at once.
     """
     names = method.__code__.co_varnames[: method.__code__.co_argcount]
+    verb = _VERBS.get(re.sub("_|single|coalesced|anysource", "", method.__name__))
 
     @functools.wraps(method)
     def called(self: FlashlightGroup, *args: Any, **options: Any) -> Any:
         renamed = {k if k in names else _KEYWORDS.get(k, k): options[k] for k in options}
+        journal, calls = self.ours.journal, self.ours.journal.count[0]
         try:
             return method(self, *args, **renamed)
         except DistributedError as error:
             raise as_torchs(error) from None
-        except DeviceError as error:
-            if error.device is _META:
+        except Exception as error:
+            if isinstance(error, DeviceError) and error.device is DeviceError.META:
                 return self._done
-            if (other := self._backend_of(error.device)) is None:
-                raise
+            other = self._backend_of(error.device) if isinstance(error, DeviceError) else None
+            if other is None:
+                values = dict(zip(names[1:], args, strict=False)) | renamed
+                is_new = journal.count[0] == calls and not journal.has_recorded(error)
+                with self._rejection(verb, error, values.get) if verb and is_new else _NO_EVENT:
+                    raise
         return getattr(other, name)(*args, **options)
 
     return called
@@ -123,17 +123,17 @@ def _of_torch(cls: type[Any]) -> type[Any]:
 
 def _only(tensors: Any) -> torch.Tensor:
     """Return the only tensor in ``tensors``. torch's functions pass a list of one tensor."""
-    parts: Tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    if len(parts) != 1:
-        raise ValueError(
-            f"{NAME}: expected one tensor of each rank, got {len(parts)}. Pass one tensor per call"
-        )
+    parts = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if [isinstance(x, torch.Tensor) for x in parts] != [True]:
+        kinds = [type(x).__name__ for x in parts]
+        raise ValueError(f"expected one tensor of each rank, got {kinds}. Pass one tensor per call")
     return parts[0]
 
 
 def _list(tensors: Any) -> list[torch.Tensor]:
     """Return the only list in ``tensors``, which is a list of one list."""
-    return list(tensors[0] if tensors and not isinstance(tensors[0], torch.Tensor) else tensors)
+    parts = list(tensors)
+    return list(parts[0]) if parts and not isinstance(parts[0], torch.Tensor) else parts
 
 
 def _root(opts: Any) -> int:
@@ -165,12 +165,6 @@ def _then(work: Any, is_async: bool, finish: Callable[[], object]) -> Any:
         finish()
 
     return (then := internal.Then(work, end))
-
-
-def _shapes(tensors: Any) -> Any:
-    if isinstance(tensors, torch.Tensor):
-        return tuple(tensors.shape)
-    return [_shapes(x) for x in tensors or ()] if isinstance(tensors, list | tuple) else tensors
 
 
 def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
@@ -210,12 +204,10 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any = None, opts: Any = None, *timeout: Any, **named: Any) -> Any:
         """Reduce with few steps in Python if possible, which takes half the time of ``_do``."""
-        if named:
-            return self._allreduce(**{"tensors": tensors, "opts": opts, **named})
         is_plain = type(opts) is _OPTIONS and len(tensors) == 1 and self._coalesced is None
-        x = native_tensor(tensors[0]) if is_plain else None
+        x = native_tensor(tensors[0]) if is_plain and not named else None
         if x is None:
-            return self._allreduce(tensors, opts)
+            return self._allreduce(**{"tensors": tensors, "opts": opts, **named})
         is_async, (op, scale) = opts.asyncOp, _reduction(opts.reduceOp, x[3].dtype)
         try:
             with _event(v.ALL_REDUCE, x[3]):
@@ -239,31 +231,36 @@ class FlashlightGroup(dist.ProcessGroup):
     @functools.partial(_in_torchs_terms, name="allreduce")
     def _allreduce(self, tensors: Any, opts: Any, timeout: Any = None) -> dist.Work:
         reduction, x = _SUM if opts is None else opts, _only(tensors)
-        reduce = self._sum_sparse if x.layout is torch.sparse_coo else self._do
-        return reduce(opts, v.ALL_REDUCE, x, reduction=reduction)
+        if x.layout is not torch.sparse_coo:
+            return self._do(opts, v.ALL_REDUCE, x, reduction=reduction)
+        with _event(v.ALL_REDUCE, x):
+            return self._sum_sparse(opts, x, reduction)
 
-    def _sum_sparse(self, opts: Any, verb: v.Verb, x: torch.Tensor, reduction: Any) -> dist.Work:
+    def _sum_sparse(self, opts: Any, x: torch.Tensor, reduction: Any) -> dist.Work:
         """Gather the indices and values of all ranks, and add values of equal indices."""
-        is_async = getattr(opts, "asyncOp", True)
+        is_async, ours = getattr(opts, "asyncOp", True), self.ours
         op, scale = _reduction(getattr(opts, "reduceOp", reduction), x.dtype)
-        with internal.reject_together(self.ours, verb):
-            if (op, scale) != ("sum", 1.0):
-                raise ValueError(
-                    f"{verb}: expected op SUM of a sparse tensor, got {op} with factor {scale:g}. "
-                    "Pass x.to_dense()"
-                )
-            summands = x.detach().coalesce()
-        # Ranks first compare the shapes of x, encoded as the shape of an empty array.
-        shape = torch.empty((0, *x.shape), dtype=torch.uint8, device="cpu")
-        parts: Any = (shape, summands.indices().t().contiguous(), summands.values())
-        works: Any = [fl.all_gather(x, group=self.ours, async_op=is_async) for x in parts]
+        if (op, scale) != _reduction(_SUM, x.dtype):
+            raise ValueError(
+                f"expected op SUM for sparse x, got {op} * {scale:g}. Pass x.to_dense()"
+            )
+        if not x.is_cpu:
+            raise DeviceError(DeviceError.META if x.is_meta else x.device)
+        summands = x.detach().coalesce()
+        text = f"{v.ALL_REDUCE} of a sparse {x.dtype} tensor of shape {tuple(x.shape)}"
+        compared = internal.check_calls(ours, v.ALL_REDUCE, text, internal.SPARSE, not is_async)
+        if not is_async:
+            compared.wait()
+        parts: Any = summands.indices().t().contiguous(), summands.values()
+        works: Any = [fl.all_gather(part, group=ours, async_op=is_async) for part in parts]
 
         def finish() -> None:
-            _, indices, values = (work.wait() for work in works) if is_async else works
-            with torch.no_grad():
-                x.copy_(torch.sparse_coo_tensor(indices.t(), values, x.shape).coalesce())
+            indices, values = (work.wait() for work in works) if is_async else works
+            options: Any = {"size": x.shape, "check_invariants": False}
+            with torch.inference_mode(x.is_inference()), torch.no_grad():
+                x.copy_(torch.sparse_coo_tensor(indices.t(), values, **options).coalesce())
 
-        work = _then(is_async and internal.AllOf(works), is_async, finish)
+        work = _then(is_async and internal.AllOf([compared, *works]), is_async, finish)
         return TensorWork(work, [x], self._futures) if is_async else self._done
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
@@ -274,19 +271,19 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         rows = input.numel()
-        self._require(v.ALL_GATHER, output.numel() == rows * self.ours.size, input, output)
+        self._require(output.numel() == rows * self.ours.size, input, output)
         return self._do(opts, v.ALL_GATHER, input, output, ((1, rows), (self.ours.size, rows)))
 
     def gather_single(self, output: Any, input: Any, opts: Any) -> dist.Work:
         root, rows = _root(opts), input.numel()
         fills = self.ours.rank == root
-        self._require(v.GATHER, not fills or output.numel() == rows * self.ours.size, input, output)
+        self._require(not fills or output.numel() == rows * self.ours.size, input, output)
         shapes = (1, rows), (self.ours.size, rows)
         return self._do(opts, v.GATHER, input, output if fills else None, shapes, peer=root)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         rows = output.numel()
-        self._require(v.REDUCE_SCATTER, input.numel() == rows * self.ours.size, input, output)
+        self._require(input.numel() == rows * self.ours.size, input, output)
         return self._do(opts, v.REDUCE_SCATTER, input, output, ((self.ours.size, rows), (1, rows)))
 
     def all_to_all_single(
@@ -294,13 +291,13 @@ class FlashlightGroup(dist.ProcessGroup):
     ) -> dist.Work:
         size = self.ours.size
         if not received and not sent:
-            is_even = input.numel() == output.numel() and len(input) % size == 0
-            self._require(v.ALL_TO_ALL, is_even, input, output)
+            self._require(input.numel() == output.numel() and len(input) % size == 0, input, output)
             shape = size, input.numel() // size
             return self._do(opts, v.ALL_TO_ALL, input, output, (shape, shape))
         counts = _split(input, sent, size), _split(output, received, size)
         fits = [sum(x) for x in counts] == [input.numel(), output.numel()]
-        self._require(v.ALL_TO_ALL, fits, input, output, (sent, received))
+        self._require(fits, input, output, (sent, received))
+        room_for([input, output], [input])  # raises before the first call
         before = self._check_counts(opts, *counts)
         shapes = (input.numel(),), (output.numel(),)
         return self._do(opts, v.ALL_TO_ALL, input, output, shapes, rows=counts[0], before=before)
@@ -314,7 +311,7 @@ class FlashlightGroup(dist.ProcessGroup):
         def compare() -> None:
             if (received := arriving.tolist()) != list(expected):
                 raise ValueError(
-                    f"all_to_all: rank {self.ours.rank} of {self.ours.size}: expected "
+                    f"[all_to_all] rank {self.ours.rank} of {self.ours.size}: expected "
                     f"{list(expected)} elements from the ranks, got {received}"
                 )
 
@@ -350,8 +347,8 @@ class FlashlightGroup(dist.ProcessGroup):
             counts = [part.numel() for part in parts]
             equal = counts == [rows] * size
             fits = len(parts) == size and counts[self.ours.rank] == rows
-            self._require(verb, fits and (equal or verb is v.ALL_GATHER), x, parts)
-            joined = self._joined(verb, [x, *parts], parts)
+            self._require(fits and (equal or verb is v.ALL_GATHER), x, parts)
+            joined = room_for([x, *parts], parts)
             if not equal:
                 # Lengths may differ, so ranks first compare them, encoded as the shape of an array.
                 compared = 0, *counts[:_MOST_COMPARED]
@@ -365,19 +362,17 @@ class FlashlightGroup(dist.ProcessGroup):
         rows, parts = out.numel(), _list(inputs)
         if self.ours.rank == root:
             fits = [part.numel() == rows for part in parts] == [True] * self.ours.size
-            self._require(v.SCATTER, fits, out, parts)
-            joined = self._joined(v.SCATTER, [out, *parts], parts)
+            self._require(fits, out, parts)
+            joined = room_for([out, *parts], parts)
             copy(joined, parts, back=False)
         shapes = (self.ours.size, rows), (1, rows)
         return self._do(opts, v.SCATTER, joined, out, shapes, peer=root)
 
-    def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = _SUM, timeout: Any = None
-    ) -> dist.Work:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = _SUM, timeout: Any = 0) -> Any:
         out, parts = _only(outputs), _list(inputs)
         fits = len(parts) == self.ours.size and parts[self.ours.rank].numel() == out.numel()
-        self._require(v.REDUCE_SCATTER, fits, out, parts)
-        joined = self._joined(v.REDUCE_SCATTER, [out, *parts], parts)
+        self._require(fits, out, parts)
+        joined = room_for([out, *parts], parts)
         copy(joined, parts, back=False)
         counts = [part.numel() for part in parts]
         equal = len(set(counts)) == 1
@@ -386,17 +381,16 @@ class FlashlightGroup(dist.ProcessGroup):
         return self._do(opts, v.REDUCE_SCATTER, joined, out, shapes, reduction=opts, rows=rows)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
-        fits = len(outputs) == len(inputs) == self.ours.size
-        self._require(v.ALL_TO_ALL, fits, inputs, outputs)
-        joined = self._joined(v.ALL_TO_ALL, [*inputs, *outputs], inputs)
+        self._require(len(outputs) == len(inputs) == self.ours.size, inputs, outputs)
+        joined = room_for([*inputs, *outputs], inputs)
         copy(joined, inputs, back=False)
-        room = self._joined(v.ALL_TO_ALL, outputs, outputs)
+        room = room_for(outputs, outputs)
         counts, expected = ([part.numel() for part in parts] for parts in (inputs, outputs))
         before = self._check_counts(opts, counts, expected)
         return self._do(opts, v.ALL_TO_ALL, joined, room, rows=counts, parts=outputs, before=before)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        joined = self._joined(v.ALL_REDUCE, tensors, tensors)
+        joined = room_for(tensors, tensors)
         copy(joined, tensors, back=False)
         return self._do(opts, v.ALL_REDUCE, joined, parts=tensors)
 
@@ -424,8 +418,7 @@ class FlashlightGroup(dist.ProcessGroup):
         if verb.reduces and x is not None:
             op, scale = _reduction(getattr(opts, "reduceOp", reduction), x.dtype)
         op_or_rows: Any = op if rows is None else rows
-        source = None if x is None else native_tensor(x, shapes[0])
-        room = None if out is None else native_tensor(out, shapes[1])
+        source, room = native_tensor(x, shapes[0]), native_tensor(out, shapes[1])
         work: Any = NotImplemented
         with _event(verb, x):
             if (source is None) == (x is None) and (room is None) == (out is None):
@@ -456,25 +449,10 @@ class FlashlightGroup(dist.ProcessGroup):
     ) -> Any:  # fmt: skip
         """Run ``verb`` with contiguous copies. If native code does not support it, use Python."""
         ours, peer, is_async = self.ours, call["root"], call["async_op"]
-        self._require_device(x, out)
-        kind: Any = verb.name
-        begun = [P2POp(kind, x, peer, tag)] if verb.is_message else [internal.COLLECTIVE]
-        with internal.reject_together(ours, verb, begun):
-            if verb.reduces and x is not None and x.dtype not in CODES:
-                raise TypeError(f"{verb}: expected a numeric dtype, got {x.dtype}")
-            packed = [
-                None if tensor is None else one_piece(tensor).view(shape or tensor.shape)
-                for tensor, shape in zip((x, out), shapes, strict=True)
-            ]
-        source, room = packed
-        if source is not None and room is not None:
-            storages = {tensor.untyped_storage().data_ptr() for tensor in (source, room)}
-            if len(storages) == 1:
-                # One tensor is a view of the other, for example if FSDP gathers parameters.
-                packed[0] = source = source.clone()
+        source, room = packed((x, out), shapes, verb.reduces)
         work: Any = NotImplemented
         if call["rows"] is None or verb is v.ALL_TO_ALL:
-            arrays = [None if tensor is None else native_tensor(tensor) for tensor in packed]
+            arrays = native_tensor(source), native_tensor(room)
             op = call["op"] if call["rows"] is None else call["rows"]
             work = ours.fast.collective(verb.code, *arrays, op, call["scale"], peer, tag, is_async)
         if work is NotImplemented:
@@ -487,7 +465,7 @@ class FlashlightGroup(dist.ProcessGroup):
             prefix = "i" * (is_async and verb.is_message)
             work = getattr(fl, f"{prefix}{verb}")(source, group=ours, **options)
         target, filled = (x, source) if verb.in_place else (out, room)
-        if target is None or filled is None or not verb.fills(ours.rank, peer):
+        if target is None or not verb.fills(ours.rank, peer):
             return work
         if filled.data_ptr() == target.data_ptr():
             return work
@@ -495,36 +473,27 @@ class FlashlightGroup(dist.ProcessGroup):
         return _then(work, is_async, lambda: fill(target, seen))
 
     def _do_each(self, method: Method, outputs: Iterable[Any], inputs: Any, opts: Any) -> dist.Work:
-        works = [method(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+        pairs = list(zip(outputs, inputs, strict=True))  # raises before the first call
+        works = [method(*pair, opts) for pair in pairs]
         if not getattr(opts, "asyncOp", True):
             return self._done
         tensors = [tensor for work in works for tensor in work.tensors]
         return TensorWork(internal.AllOf([work.work for work in works]), tensors, self._futures)
 
-    def _require(self, verb: v.Verb, fits: bool, *tensors: Any) -> None:
-        """Unless ``fits``, raise ValueError on this rank and MismatchError on the other ranks."""
-        if fits:
-            return
-        with internal.reject_together(self.ours, verb):
-            raise ValueError(
-                f"{verb}: expected tensors that fit {self.ours.size} ranks, got shapes "
-                f"{', '.join(str(_shapes(x)) for x in tensors)}"
-            )
+    def _rejection(self, verb: v.Verb, error: Exception, get: Any) -> Any:
+        """Add the rank to ``error``. Return a context in which all ranks of the call raise."""
+        error.args = (f"[{verb}] rank {self.ours.rank} of {self.ours.size}: {error}",)
+        # If all_to_all with lists is asynchronous, another call before it compares the lists.
+        has_lists = get("outputs") is not None or get("received") or get("sent")
+        is_double = verb is v.ALL_TO_ALL and has_lists and getattr(get("opts"), "asyncOp", True)
+        message: Any = verb.name, None, get("dst", get("src")), get("tag", 0)
+        begun = [P2POp(*message)] if verb.is_message else [None, None] if is_double else [None]
+        return internal.reject_together(self.ours, verb, begun)
 
-    def _joined(self, verb: v.Verb, alike: Tensors, tensors: Tensors) -> torch.Tensor:
-        """Return ``room_for(alike, tensors)``. If it raises, the other ranks raise as well."""
-        self._require_device(*alike)
-        with internal.reject_together(self.ours, verb):
-            return room_for(alike, tensors)
-
-    def _require_device(self, *tensors: torch.Tensor | None) -> None:
-        """Raise DeviceError if no tensor has data, or if another backend sends one of them."""
-        present = [x for x in tensors if x is not None]
-        if present and all(x.is_meta or isinstance(x, FakeTensor) for x in present):
-            raise DeviceError(_META)
-        for x in present:
-            if self._backend_of(x.device) is not None:
-                raise DeviceError(x.device)
+    def _require(self, fits: bool, *tensors: Any) -> None:
+        if not fits:
+            shapes = tree_map_only(torch.Tensor, lambda x: tuple(x.shape), list(tensors))
+            raise ValueError(f"expected shapes that fit {self.ours.size} ranks, got {shapes}")
 
     def _start_coalescing(self, device_type: torch.device) -> None:
         self._coalesced = []
@@ -537,10 +506,9 @@ class FlashlightGroup(dist.ProcessGroup):
         is_async, native = getattr(opts, "asyncOp", True), self.ours.fast.collective
         limit = getattr(opts, "timeout", None) if timeout is None else timeout
         seconds = limit.total_seconds() if limit and limit > timedelta(0) else None
-        work: Any = NotImplemented
+        arguments = v.BARRIER.code, None, None, None, None, 0, 0, is_async
         with _event(v.BARRIER, None):
-            if seconds is None:
-                work = native(v.BARRIER.code, None, None, None, None, 0, 0, is_async)
+            work: Any = NotImplemented if seconds else native(*arguments)
             if work is NotImplemented:
                 call = internal.Call(v.BARRIER, seconds=seconds, blocking=not is_async)
                 work = self.ours.run(call)
@@ -600,11 +568,10 @@ class FlashlightGroup(dist.ProcessGroup):
         """
         options = SimpleNamespace(store=store, group_rank=store.add("mergeGroupRank", 1) - 1)
         options.group_size, options.timeout = size, timeout or self._limit
-        options.global_ranks_in_group = None  # the ranks may be in several worlds
-        return self._child(options, group_name, group_desc)
+        return self._child(options, group_name, group_desc, is_independent=True)
 
-    def _child(self, options: Any, *texts: str | None) -> FlashlightGroup:
-        child: FlashlightGroup = self._join(options, None)
+    def _child(self, options: Any, *texts: str | None, **names: Any) -> FlashlightGroup:
+        child: FlashlightGroup = self._join(options, None, **names)
         child._name, child._description = (text or "" for text in texts)
         return child
 

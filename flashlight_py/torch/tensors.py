@@ -6,8 +6,10 @@ Native code reads a contiguous tensor as ``(address, dtype code, shape, tensor)`
 
 from collections.abc import Sequence
 from ctypes import memmove
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from flashlight_py.distributed.internal import DTYPES
 
@@ -20,12 +22,14 @@ _AS_WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN, _STRIDED = {torch.Tensor, torch.nn.Parameter}, torch.strided
 
 
-def native_tensor(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Address | None:
+def native_tensor(
+    tensor: torch.Tensor | None, shape: Sequence[int] | None = None
+) -> Address | None:
     """Return the ``Address`` of ``tensor`` with ``shape``, or None if native code needs a copy."""
-    code = CODES.get(tensor.dtype)
     if (
-        code is None
+        tensor is None
         or type(tensor) not in _PLAIN
+        or (code := CODES.get(tensor.dtype)) is None
         or tensor.layout is not _STRIDED
         or not (tensor.is_cpu and tensor.is_contiguous())
         or tensor.is_neg()
@@ -38,6 +42,8 @@ def native_tensor(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> A
 class DeviceError(ValueError):
     """A tensor is on ``device``, but this process group needs it on the CPU."""
 
+    META = torch.device("meta")  # of a call in which no tensor has data
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(
             f"this process group expected a CPU tensor, got a tensor on {device}. Pass "
@@ -46,12 +52,19 @@ class DeviceError(ValueError):
         self.device = device
 
 
+def require_data(*tensors: torch.Tensor | None) -> None:
+    """Raise DeviceError for the device ``DeviceError.META`` if no tensor has data."""
+    present = [x for x in tensors if isinstance(x, torch.Tensor)]
+    if present and all(x.is_meta or isinstance(x, FakeTensor) for x in present):
+        raise DeviceError(DeviceError.META)
+
+
 def require_cpu_tensor(tensor: torch.Tensor) -> None:
     """Raise TypeError for an unsupported layout or dtype, or DeviceError if not on the CPU."""
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"expected a strided tensor, got {tensor.layout}. Pass x.to_dense()")
     if not tensor.is_cpu:
         raise DeviceError(tensor.device)
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"expected layout torch.strided, got {tensor.layout}. Pass x.to_dense()")
     if tensor.is_quantized:
         raise TypeError(f"expected an unquantized tensor, got {tensor.dtype}. Pass x.int_repr()")
 
@@ -65,6 +78,25 @@ def one_piece(tensor: torch.Tensor) -> torch.Tensor:
     return plain if plain.dtype in CODES else plain.view(_AS_WIDE[plain.element_size()])
 
 
+def packed(pair: Sequence[Any], shapes: Sequence[Any], is_numeric: bool) -> list[Any]:
+    """Return the input and the output in ``pair``, or contiguous copies of them, in ``shapes``.
+
+    If ``is_numeric``, raise TypeError for another dtype.
+    """
+    require_data(*pair)
+    results: list[Any] = [
+        x if x is None else one_piece(x).view(shape or x.shape)
+        for x, shape in zip(pair, shapes, strict=True)
+    ]
+    if is_numeric and pair[0] is not None and pair[0].dtype not in CODES:
+        raise TypeError(f"expected a numeric dtype, got {pair[0].dtype}")
+    source, room = [None if x is None else x.untyped_storage().data_ptr() for x in results]
+    if source is not None and source == room:
+        # One tensor is a view of the other, for example if FSDP gathers parameters.
+        results[0] = results[0].clone()
+    return results
+
+
 def room_for(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a one-dimensional tensor with room for all ``tensors``, one after the other.
 
@@ -72,6 +104,7 @@ def room_for(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
     Otherwise the result is new memory, and ``copy`` copies to or from it. Raises like
     ``require_cpu_tensor``, and TypeError if the tensors in ``alike`` have different dtypes.
     """
+    require_data(*alike)
     for tensor in alike:
         require_cpu_tensor(tensor)
     if not tensors:
@@ -111,4 +144,5 @@ def copy(joined: torch.Tensor, tensors: Sequence[torch.Tensor], back: bool) -> N
 def fill(tensor: torch.Tensor, result: torch.Tensor) -> None:
     """Copy ``result`` to ``tensor`` of the same shape, which ``x.expand(4)`` may have made."""
     first = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())
-    tensor.detach()[first].copy_(result[first])
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.detach()[first].copy_(result[first])

@@ -12,6 +12,10 @@ def test_mismatched_tensors_raise_on_every_rank(torch_ranks: Any) -> None:
         for other in others:
             assert re.match("MismatchError|ValueError|TypeError|DeviceError", other[name]), name
     assert "errors.py:" in first["shape"]
+    assert "all_reduce of a sparse torch.float32 tensor of shape (4,)" in first["sparse shape"]
+    of_methods = [first[name] for name in first if name.startswith("method")]
+    assert len(of_methods) > 150
+    assert all(re.match(r"\w+Error: \[\w+\] rank 0 of 3: ", text) for text in of_methods)
     assert {*others[0]} == {*first}
 
 
@@ -66,7 +70,7 @@ def test_methods_take_torchs_keywords(torch_ranks: Any) -> None:
 
 
 def test_profiler_shows_collectives(torch_ranks: Any) -> None:
-    verbs = "all_reduce", "all_reduce", "broadcast", "all_gather", "barrier"
-    shapes = [[4, 2]], [[4, 2]], [[4]], [[4, 2]], []
+    verbs = "all_reduce", "all_reduce", "broadcast", "all_gather", "barrier", "all_reduce"
+    shapes = [[4, 2]], [[4, 2]], [[4]], [[4, 2]], [], [[4, 2]]
     expected = [[f"flashlight:{verb}", shape] for verb, shape in zip(verbs, shapes, strict=True)]
     assert torch_ranks("errors.profiled", 2) == [expected] * 2

@@ -245,15 +245,3 @@ sys.exit(0)
 def test_callback_ends_before_the_program(tmp_path: Path, when: str) -> None:
     output = started(FLRUN, CALLING_BACK, "-n", 2, folder=tmp_path, args=(when,))
     assert when == "at once" or output.count("called back") == 2
-
-
-@slow
-def test_ranks_can_join_and_leave_immediately(tmp_path: Path) -> None:
-    """Rank 0, whose process hosts torch's store, ends when no other rank needs the store."""
-    program = (
-        "import torch.distributed as dist, flashlight_py.torch\n"
-        "dist.init_process_group('flashlight')\n"
-        "dist.destroy_process_group()\n"
-    )
-    for _ in range(2):
-        started(FLRUN, program, "-n", 4, folder=tmp_path)

@@ -14,7 +14,7 @@ import numpy as np
 
 from flashlight_py.checks import as_integer
 from flashlight_py.device import Array
-from flashlight_py.distributed.api.verb_call import Group, native_entry, reject_together
+from flashlight_py.distributed.api.verb_call import Group, check_same, native_entry, reject_together
 from flashlight_py.distributed.backend import Backend, exchange_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank, check_seconds
@@ -22,7 +22,6 @@ from flashlight_py.distributed.groups.membership import Membership, members_of, 
 from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.rendezvous.tree import FAN
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
-from flashlight_py.errors import MismatchError
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.api.group import ProcessGroup
@@ -250,12 +249,7 @@ def _create_group(
             (c if isinstance(c, str) else verb) + ("" if limit is None else f", timeout={limit!r}")
             for c, limit in zip(choices, limits, strict=True)
         ]
-        if len(set(texts)) > 1:
-            calls = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-            raise MismatchError(
-                f"[{verb}] rank {parent.rank} of {parent.size}: the ranks requested different "
-                f"groups ({calls}). Pass the same arguments on every rank of the parent."
-            )
+        check_same(parent, verb, texts)
         members, store, count = select_members(choices), None, None
         if parent.rank in members:
             store, count = MemberStore(backend, verb, members), counts[members[0]]

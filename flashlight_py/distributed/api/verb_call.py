@@ -25,7 +25,7 @@ from flashlight_py.distributed.calls.call import Call, P2POp
 from flashlight_py.distributed.calls.journal import SENDRECV
 from flashlight_py.distributed.constants import Op, ReduceOp
 from flashlight_py.distributed.groups.membership import Membership, members_of, world_fast
-from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, RECV, SEND, Verb
+from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Then, Work
 from flashlight_py.errors import BackendUnavailableError, DistributedError, MismatchError
 from flashlight_py.kinds import OTHER, as_numpy, kind_of, user_result
@@ -358,6 +358,23 @@ class reject_together(contextlib.AbstractContextManager[Any]):
             group.journal.record_rejection(str(self._verb), error, peer)
             if call.peer != group.rank:
                 backend.start(call)
+
+
+def check_same(group: Membership, verb: Verb | str, calls: Sequence[str]) -> None:
+    """Raise MismatchError if the ``calls`` of the ranks differ."""
+    if len(set(calls)) > 1:
+        texts = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
+        raise MismatchError(
+            f"[{verb}] rank {group.rank} of {group.size}: expected equal calls, got {texts}. Pass "
+            "the same arguments on every rank."
+        )
+
+
+def check_calls(group: Membership, verb: Verb, call: str, part_of: str, blocking: bool) -> Work:
+    """Start ``check_same`` for the ``call`` of each rank. ``part_of``: see ``Call``."""
+    text = np.frombuffer(f"{call}\n".encode(), np.uint8)
+    work = group.run(Call(ALL_GATHER, text, part_of=part_of, blocking=blocking))
+    return Then(work, lambda x: check_same(group, verb, x.tobytes().decode().splitlines()))
 
 
 def group_of(arguments: dict[str, Any]) -> Membership | None:

@@ -17,6 +17,7 @@ ANY_RANK = -1
 """The ``peer`` of a receive from any rank."""
 
 PASS_FAILED = "end of a backward pass that has failed"
+SPARSE = "all_reduce of a sparse tensor"
 SHUTDOWN = "distributed_shutdown()"  # a barrier that matches only the shutdown of other ranks
 
 # Operations that consist of several collectives. Ranks send an operation as its index here.
@@ -30,7 +31,7 @@ COMPOSED = (
         "load(collective, to be called on every rank)",
     ),
     *("host_array", "backward of a sharded module", "optimizer.step of a sharded module"),
-    *("clip_grad_norm of a sharded module", PASS_FAILED),
+    *("clip_grad_norm of a sharded module", PASS_FAILED, SPARSE),
 )
 _ROOTED = "broadcast_object", "gather_object", "scatter_object"
 

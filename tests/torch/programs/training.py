@@ -206,7 +206,7 @@ def sparse(rank: int) -> Result:
     for number, is_async in enumerate((False, True)):
         indices = [[rank, 5, rank]] if rank != number else torch.empty(1, 0, dtype=torch.int64)
         values = torch.ones(0 if rank == number else 3, 2) * (rank + 1)
-        x = torch.sparse_coo_tensor(indices, values, (8, 2))
+        x = torch.sparse_coo_tensor(indices, values, (8, 2), check_invariants=True)
         if is_async and rank == 1:
             dist.recv(torch.empty(1), 0)  # rank 0 sends after the start of its sum
         work = dist.all_reduce(x, async_op=is_async)
@@ -224,6 +224,10 @@ def sparse(rank: int) -> Result:
 def odd_tensors(rank: int) -> Result:
     """Write to expanded tensors, and use tensors without data. The version of a result changes."""
     one = [torch.full((1,), rank + 3.0).expand(4) for _ in range(2)]
+    with torch.inference_mode():
+        strided = [torch.full((2, 3), rank + 1.0).t() for _ in range(2)]
+    dist.broadcast(strided[0], 1)
+    dist.all_reduce(strided[1])
     dist.all_reduce(one[0])
     dist.broadcast(one[1], 1)
     x, y = torch.ones(4), torch.zeros(4 * dist.get_world_size())
@@ -241,7 +245,7 @@ def odd_tensors(rank: int) -> Result:
             dist.all_gather(list(b.chunk(dist.get_world_size())), a)
             assert all(work.wait() for work in works)
     versions = torch.tensor([tensor._version > 0 for tensor in (x, y, z)])
-    return {"expanded": torch.stack(one), "versions": versions}
+    return {"expanded": torch.stack(one), "strided": torch.stack(strided), "versions": versions}
 
 
 def differentiated(rank: int) -> Result:
