@@ -109,12 +109,6 @@ def _strided(x: Tensor) -> Tensor:
     return wide
 
 
-def _matrix(x: Tensor) -> Tensor:
-    rows = x.expand(3, -1).clone()
-    dist.all_reduce(rows)
-    return rows
-
-
 def _of_subgroup(x: Tensor) -> Tensor:
     group = dist.new_group([0, 1])
     if _rank() < 2:
@@ -155,7 +149,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "barrier": lambda x: dist.barrier() or x,
     "a new group": _of_subgroup,
     "functional": lambda x: functional.all_reduce(x, "sum", dist.group.WORLD) + 1,
-    "all_reduce of a matrix": _matrix,
+    "all_reduce of a matrix": lambda x: _then(dist.all_reduce)(x.expand(3, -1).clone()),
 }
 
 
