@@ -7,7 +7,7 @@ launchers, this module changes the number after OpenBLAS is loaded.
 
 import ctypes
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from flashlight_py import libraries, system
@@ -15,7 +15,6 @@ from flashlight_py import libraries, system
 # Variables from which OpenBLAS reads the number of threads when it is loaded. Users may set one.
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _NAMES = ("get_num_threads", "set_num_threads", "get_num_procs", "get_config", "get_corename")
-Library = tuple[Any, Any, int, str]  # see ``_loaded``
 _limited: list[tuple[Any, int]] = []
 reason = ""  # origin of the number of threads, for ``describe``
 
@@ -23,16 +22,15 @@ reason = ""  # origin of the number of threads, for ``describe``
 def limit(threads: int) -> None:
     """Limit OpenBLAS to ``threads`` threads, unless the user has chosen a number."""
     global reason  # noqa: PLW0603 (the libraries are global, too)
-    loaded = list(_loaded())
-    _limited.extend(limited := limit_each(threads, loaded=loaded))
-    numbers = [get_threads() for get_threads, *_ in loaded]
-    reason = f"{max(numbers, default=0)}, unchanged"
+    _limited.extend(limited := limit_each(threads))
     if variable := _user_choice():
         reason = f"set by {variable}"
-    elif not numbers:
-        reason = "not set: NumPy does not use OpenBLAS. Set OMP_NUM_THREADS or its own variable"
     elif limited:
         reason = f"{threads}, the share of this rank. Set {_VARIABLES[0]} to change it"
+    elif numbers := [get_threads() for get_threads, *_ in _loaded()]:
+        reason = f"{max(numbers)}, unchanged"
+    else:
+        reason = "not set: NumPy does not use OpenBLAS. Set OMP_NUM_THREADS or its own variable"
 
 
 def use_one_thread() -> tuple[int, str]:
@@ -43,10 +41,9 @@ def use_one_thread() -> tuple[int, str]:
     """
     global reason  # noqa: PLW0603  (see above)
     reason = "1, so that results do not depend on the number"
-    loaded = list(_loaded())
-    _limited.extend(limit_each(1, override_user=True, loaded=loaded))
-    threads = max((get_threads() for get_threads, *_ in loaded), default=0)
-    return threads, ", ".join(sorted({core_type for *_, core_type in loaded}))
+    _limited.extend(limit_each(1, override_user=True))
+    threads = max((get_threads() for get_threads, *_ in _loaded()), default=0)
+    return threads, ", ".join(sorted({core_type for *_, core_type in _loaded()}))
 
 
 def restore(limited: list[tuple[Any, int]] = _limited) -> None:
@@ -61,17 +58,15 @@ def _user_choice() -> str:
     return next(settings, "")
 
 
-def limit_each(
-    threads: int, override_user: bool = False, loaded: Iterable[Library] | None = None
-) -> list[tuple[Any, int]]:
+def limit_each(threads: int, override_user: bool = False) -> list[tuple[Any, int]]:
     """Limit each OpenBLAS to ``threads`` threads, unless the user has chosen a number.
 
     The user has chosen a number if an environment variable is set or the current number is not
-    the default. ``override_user`` ignores this. ``loaded`` is the result of ``_loaded``. Returns
-    the argument of ``restore``: pairs of the function that sets the number, and the old number.
+    the default. ``override_user`` ignores this. Returns the argument of ``restore``: pairs of the
+    function that sets the number, and the old number.
     """
     limited = []
-    for get_threads, set_threads, default, _ in loaded or _loaded():
+    for get_threads, set_threads, default, _ in _loaded():
         previous = get_threads()
         if previous > threads and (override_user or (previous == default and not _user_choice())):
             set_threads(threads)
@@ -79,7 +74,7 @@ def limit_each(
     return limited
 
 
-def _loaded() -> Iterator[Library]:
+def _loaded() -> Iterator[tuple[Any, Any, int, str]]:
     """Yield for each OpenBLAS the functions ``get`` and ``set``, the default number, the core type.
 
     NumPy and SciPy may contain different copies of OpenBLAS.

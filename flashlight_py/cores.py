@@ -20,7 +20,7 @@ _PROCESS_BYTES, _OTHER_DESCRIPTORS = 4 << 20, 64
 
 def usable_cores() -> int:
     """Return the number of cores that affinity and container quota allow this process to use."""
-    return _within_quota(len(affinity()))
+    return _within_quota(len(affinity()), ROOT)
 
 
 def affinity() -> AbstractSet[int]:
@@ -84,27 +84,21 @@ def fair_share(rank: int, affinities: Sequence[AbstractSet[int]]) -> int:
 
     This is at most the rank's number of cores, and at most an equal share of all ranks' cores.
     """
-    together = _within_quota(len(frozenset().union(*affinities)))
+    together = _within_quota(len(frozenset().union(*affinities)), ROOT)
     return max(1, min(len(affinities[rank]), together // len(affinities)))
 
 
-def _within_quota(cores: int) -> int:
-    """Return ``cores``, or the quota of a control group if that is lower."""
-    return min([cores, *_quotas(ROOT)])
-
-
-@functools.lru_cache(maxsize=1)
-def _quotas(root: Path) -> list[int]:
-    """Return the quotas of this process's control groups, as numbers of cores.
+@functools.lru_cache(maxsize=2)
+def _within_quota(cores: int, root: Path) -> int:
+    """Return ``cores``, or the quota of a control group if that is lower.
 
     A quota of 150 ms of CPU time per 100 ms counts as two cores.
     """
-    quotas = []
     for group, files in itertools.product(control_groups(root), _QUOTAS):
-        with suppress(OSError, ValueError):  # "max" (no limit), or no such file
+        with suppress(OSError, ValueError):  # "max" or -1 (no limit), or no such file
             quota, period = map(int, " ".join((group / f).read_text() for f in files).split())
-            quotas += [math.ceil(quota / period)] if quota > 0 else []  # -1: no limit
-    return quotas
+            cores = min(cores, math.ceil(quota / period)) if quota > 0 else cores
+    return cores
 
 
 def control_groups(root: Path) -> Iterator[Path]:

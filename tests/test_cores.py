@@ -76,7 +76,7 @@ def test_thread_variables_keep_user_settings() -> None:
 def test_fair_share_divides_common_cores(
     affinities: list[set[int]], shares: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "_within_quota", lambda count: count)
+    monkeypatch.setattr(cores, "_within_quota", lambda count, root: count)
     assert [fair_share(rank, affinities) for rank in range(len(affinities))] == shares
 
 
