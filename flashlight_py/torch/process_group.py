@@ -244,7 +244,7 @@ class FlashlightGroup(dist.ProcessGroup):
         op, scale = _reduction(getattr(opts, "reduceOp", reduction), x.dtype)
         if (op, scale) != _reduction(_SUM, x.dtype):
             raise ValueError(
-                f"expected op SUM for sparse x, got {op} * {scale:g}. Pass x.to_dense()"
+                f"expected op SUM of a sparse x, got {op}, factor {scale:g}. Pass x.to_dense()"
             )
         if not x.is_cpu:
             raise DeviceError(DeviceError.META if x.is_meta else x.device)
