@@ -303,10 +303,9 @@ def close_dropped() -> None:
 
 def open_groups(top: Membership | None = None) -> dict[weakref.ref[Membership], list[Backend]]:
     """Return the backends of ``top`` and its subgroups (None: all groups), subgroups first."""
-    groups = reversed(list(_watched.items()))
     return {
         reference: group.backends
-        for reference, group in groups
+        for reference, group in reversed(list(_watched.items()))
         if top is None or weakref.ref(top) in group.lineage
     }
 
