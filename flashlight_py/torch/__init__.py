@@ -52,9 +52,8 @@ def _rendezvous(*args: Any, **kwargs: Any) -> Any:
 def create_group(store: Any, rank: int, size: int, timeout: timedelta | float = 300.0) -> Any:
     """Return a new process group of ``size`` ranks that meet in ``store``. Collective, blocking.
 
-    ``timeout`` (seconds or a timedelta) limits each operation. ``shutdown()`` ends the group. The
-    default group of torch is independent of it, and so are groups of its ``split_group``. After the
-    end, any number of ranks can create another group in a new ``torch.distributed.PrefixStore``.
+    ``timeout`` (seconds or a timedelta) limits each operation. Only ``shutdown()`` ends the group.
+    Afterwards any number of ranks can create another group in a new ``PrefixStore`` of torch.
 
     Raises:
         RendezvousError: If a rank does not call in time, or the store does not answer.

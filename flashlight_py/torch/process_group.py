@@ -23,7 +23,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 from torch.autograd.graph import increment_version
 from torch.distributed.distributed_c10d import _world
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flashlight_py import distributed as fl
 from flashlight_py.distributed import P2POp, ProcessGroup, Work, internal
@@ -103,7 +103,7 @@ def _in_torchs_terms(method: Method, name: str) -> Method:
             other = self._backend_of(error.device) if isinstance(error, DeviceError) else None
             if other is None:
                 values = dict(zip(names[1:], args, strict=False)) | renamed
-                is_new = journal.count[0] == calls and not journal.has_recorded(error)
+                is_new = journal.count[0] == calls and not str(error).startswith(f"[{verb}]")
                 with self._rejection(verb, error, values.get) if verb and is_new else _NO_EVENT:
                     raise
         return getattr(other, name)(*args, **options)
@@ -484,11 +484,13 @@ class FlashlightGroup(dist.ProcessGroup):
     def _rejection(self, verb: v.Verb, error: Exception, get: Any) -> Any:
         """Add the rank to ``error``. Return a context in which all ranks of the call raise."""
         error.args = (f"[{verb}] rank {self.ours.rank} of {self.ours.size}: {error}",)
-        # If all_to_all with lists is asynchronous, another call before it compares the lists.
+        # Asynchronous all_to_all with lists begins two calls, and an asynchronous sparse sum three.
         has_lists = get("outputs") is not None or get("received") or get("sent")
-        is_double = verb is v.ALL_TO_ALL and has_lists and getattr(get("opts"), "asyncOp", True)
+        is_sparse = any(getattr(x, "is_sparse", False) for x in tree_leaves(get("tensors")))
+        count = 2 if verb is v.ALL_TO_ALL and has_lists else 3 if is_sparse else 1
         message: Any = verb.name, None, get("dst", get("src")), get("tag", 0)
-        begun = [P2POp(*message)] if verb.is_message else [None, None] if is_double else [None]
+        is_async = getattr(get("opts"), "asyncOp", True)
+        begun = [P2POp(*message)] if verb.is_message else [None] * (count if is_async else 1)
         return internal.reject_together(self.ours, verb, begun)
 
     def _require(self, fits: bool, *tensors: Any) -> None:

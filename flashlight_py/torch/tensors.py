@@ -81,7 +81,7 @@ def one_piece(tensor: torch.Tensor) -> torch.Tensor:
 def packed(pair: Sequence[Any], shapes: Sequence[Any], is_numeric: bool) -> list[Any]:
     """Return the input and the output in ``pair``, or contiguous copies of them, in ``shapes``.
 
-    If ``is_numeric``, raise TypeError for another dtype.
+    If ``is_numeric``, raise TypeError for a dtype that native code lacks.
     """
     require_data(*pair)
     results: list[Any] = [

@@ -361,7 +361,7 @@ class reject_together(contextlib.AbstractContextManager[Any]):
 
 
 def check_same(group: Membership, verb: Verb | str, calls: Sequence[str]) -> None:
-    """Raise MismatchError if the ``calls`` of the ranks differ."""
+    """Raise MismatchError if the ranks made different ``calls``."""
     if len(set(calls)) > 1:
         texts = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
         raise MismatchError(

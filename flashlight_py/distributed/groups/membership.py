@@ -2,8 +2,7 @@
 
 The garbage collector may free a group on any thread, even during a call. Closing the backends of
 the group at that moment could cause a deadlock. So the next call of any group closes them, unless
-an operation is pending, for which other ranks may wait. When a group is closed, its subgroups are
-closed as well. At exit, all groups are closed.
+an operation is pending, for which other ranks may wait. Closing a group closes its subgroups.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def distributed_shutdown() -> None:
 
 
 def leave(group: ProcessGroup) -> None:
-    """Close ``group``, such as the world, on this rank only. Waiting ranks raise PeerLostError."""
+    """Close the world or another ``group`` on this rank only. Waiting ranks raise PeerLostError."""
     if group is current_world().group:
         blas.restore()
         flight_record.stop()
@@ -203,7 +203,7 @@ def leave(group: ProcessGroup) -> None:
 
 def _uninstall_hooks() -> None:
     """Uninstall the hooks for uncaught exceptions, unless a world or another group is open."""
-    if not (is_distributed_init() or membership.open_groups()):
+    if not (is_distributed_init() or any(x[0].size > 1 for x in membership.open_groups().values())):
         abort.uninstall_hooks()
 
 

@@ -60,6 +60,9 @@ def wrong_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
         "dtype": lambda: dist.all_reduce(ONES(3, dtype=kind)),
         "sparse": lambda: dist.all_reduce(ONES(3).to_sparse() if first else ONES(3)),
         "sparse shape": lambda: dist.all_reduce(ONES(3 + first).to_sparse()),
+        "sparse maximum": lambda: dist.all_reduce(
+            ONES(3).to_sparse(), MAX if first else SUM, async_op=True
+        ).wait(),
         "sparse with a factor": lambda: dist.all_reduce(
             ONES(3).to_sparse(), dist._make_nccl_premul_sum(2.0)
         ),
