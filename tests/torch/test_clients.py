@@ -16,7 +16,7 @@ from harness.environments import PEERS, ROOT, python_of
 from tests.distributed.processes import free_port
 from tests.launch.launcher import run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 slow = pytest.mark.slow
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
 PROGRAM = "-m", "tests.torch.programs.clients"
@@ -58,7 +58,7 @@ def test_results_of_client_have_the_bits_of_gloo(
     for backend in ("gloo", "flashlight"):
         (folder := tmp_path / backend).mkdir()
         command = python, *launcher, *PROGRAM, client, backend, folder
-        run(command, code=0, timeout=140, cwd=folder, env=environ)
+        run(command, code=0, timeout=280, cwd=folder, env=environ)
     for rank in range(2):
         gloo, ours = (np.load(tmp_path / name / f"{rank}.npz") for name in ("gloo", "flashlight"))
         assert gloo.files == ours.files
