@@ -12,7 +12,7 @@ _RTLD_DI_LINKMAP = 2
 
 
 def loaded_libraries(name: str) -> Iterator[ctypes.CDLL]:
-    """Yield the loaded libraries whose file names contain ``name``, NumPy's libraries first.
+    """Yield loaded libraries with ``name`` in their file names, NumPy's libraries first.
 
     Yield nothing on macOS and Windows, which have no dlinfo(3).
     """

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def run_untraced(function: Any) -> Any:
-    """Return ``function``. torch.compile will run it, and what it calls, without tracing."""
+    """Return a version of ``function`` that torch.compile runs without tracing it or its calls."""
     from torch._C._dynamo import eval_frame
 
     if hasattr(eval_frame, "set_code_exec_strategy"):

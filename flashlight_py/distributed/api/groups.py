@@ -235,7 +235,7 @@ def _create_group(
     parent: Membership, verb: str, choice: Any, timeout: float | None,
     select_members: Callable[[Sequence[Any]], list[int]],
 ) -> ProcessGroup:  # fmt: skip
-    """Return a new group, whose members depend on the ``choice`` of every rank of ``parent``.
+    """Return a new group. The ``choice`` of every rank of ``parent`` determines its members.
 
     ``select_members`` receives the choices of all ranks and returns the members. Every rank raises
     MismatchError if ranks differ in ``timeout``, or in a ``choice`` that is a string.

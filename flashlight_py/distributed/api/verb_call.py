@@ -57,7 +57,7 @@ def collective(
     begun = len(x) if several and async_op else 1
     with reject_together(members, verb, [COLLECTIVE] * begun, (x, out)):
         is_plain = verb is ALL_REDUCE and isinstance(op, str) and type(scale) is float
-        # A contiguous CuPy array of numbers is passed to the backend as it is.
+        # The backend receives a contiguous CuPy array of numbers unchanged.
         is_plain = is_plain and is_cupy(x) and x.flags.c_contiguous and x.dtype.kind in "fiu"
         if is_plain and op in PLAIN_OPS:
             reduce_op, scale = _cached_reduction(verb.name, x.dtype, op, scale, members.size)

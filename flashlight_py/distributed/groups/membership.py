@@ -118,7 +118,7 @@ class Membership:
         return self._backend is not None
 
     def backend(self, array: Any = None) -> Backend:
-        """Return the backend for ``array``. None stands for any NumPy array.
+        """Return the backend for ``array`` (None: a NumPy array).
 
         For the first CuPy array of a group, the ranks connect their GPUs. This is collective and
         blocks. Raises ValueError on a process that is no member, GroupClosedError, or
@@ -217,7 +217,7 @@ class Membership:
         return self.run_many([call], call.name)
 
     def run_many(self, calls: Sequence[Call], name: str) -> Work:
-        """Start ``calls``, whose arrays are on one device, as one operation named ``name``."""
+        """Start ``calls`` with arrays of one device as one operation, ``name``."""
         if thread_state.recorder is not None:
             return thread_state.recorder.verb(self, calls, name)  # type: ignore[no-any-return]
         call, *more_calls = calls

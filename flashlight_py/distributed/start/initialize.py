@@ -202,7 +202,7 @@ def leave(group: ProcessGroup) -> None:
 
 
 def _uninstall_hooks() -> None:
-    """Uninstall the hooks for uncaught exceptions, unless a world or another group is open."""
+    """Uninstall the hooks for uncaught exceptions, unless ranks of an open group need them."""
     if not (is_distributed_init() or any(x[0].size > 1 for x in membership.open_groups().values())):
         abort.uninstall_hooks()
 

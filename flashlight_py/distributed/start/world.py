@@ -51,7 +51,7 @@ membership.use_as_world(_ALONE.group)
 
 
 def current_world() -> World:
-    """Return the world of ``distributed_init``, or else the world of this process alone."""
+    """Return the world of ``distributed_init``. Without one, return a world of this process."""
     return _ALONE if _world is None else _world
 
 

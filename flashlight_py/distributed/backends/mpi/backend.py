@@ -526,7 +526,7 @@ class Progress:
             self.mpi.COMM_WORLD.Abort(1)
 
     def until(self, begins: Iterable[partial[Any]]) -> Steps:
-        """Call ``begins``, each of which starts an MPI request. Yield until all have ended."""
+        """Start the MPI requests of ``begins``. Yield until all have ended."""
         calls, requests, done = tuple(begins), list[Any](), False
         self._moving += 1
         try:

@@ -208,7 +208,7 @@ _WIDENED = {"int16": "int32", "uint16": "int32"}
 
 
 class NcclForm(NamedTuple):
-    """The type in which the elements of an array are reduced.
+    """The element type of a reduction.
 
     NCCL reduces ``dtype``, which has NCCL's number ``code``. One element of the array consists of
     ``parts`` elements of ``dtype``. If ``widened``, the array is converted to ``dtype`` and back.
